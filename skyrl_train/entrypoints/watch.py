@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -31,7 +30,7 @@ def watch(
     from skyrl_train.observability.readers.timeline import EventStore
     from skyrl_train.observability.reporter import step_report
     from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
-    from skyrl_train.observability.screen import Failures, make_view
+    from skyrl_train.observability.screen import Failures, make_view, visible
 
     runs = RunsFolder(run)
     name = runs.newest()
@@ -44,11 +43,11 @@ def watch(
         case _:
             allowed = 0
     rows = spread_rows(runs.file(name, METRICS), CURVE_STEPS)
-    console, title = Console(), f"{run if name == '.' else run / name} ({header['mode']})"
+    console, title = Console(), visible(f"{run if name == '.' else run / name} ({header['mode']})")
     elapsed_s, read_at = 0.0, time.monotonic()
     view = make_view(
         console,
-        header["total_steps"] or header["step"],
+        header["total_steps"] if isinstance(header["total_steps"], int) else header["step"],
         title,
         # The seconds of training up to the newest step, and those since this command read of it.
         clock=lambda: elapsed_s + (time.monotonic() - read_at) * (header["state"] == "live"),
@@ -62,9 +61,9 @@ def watch(
                 seen = parts
                 newest = spread_rows(runs.file(name, METRICS), 1)
                 if newest and newest[-1]["step"] != step:
-                    step, read_at, elapsed_s = newest[-1]["step"], time.monotonic(), newest[-1].get("elapsed_s") or 0.0
                     # A figure that this step lacks, or that its version of the library did not write, is 0.
                     numbers = defaultdict(float, finite(newest[-1]))
+                    step, read_at, elapsed_s = newest[-1]["step"], time.monotonic(), numbers["elapsed_s"]
                     in_flight = int(numbers["async/in_flight"])
                     failures = Failures(int(numbers["async/failed"]), allowed, int(numbers["async/retries"]))
                     saved = None
@@ -94,4 +93,6 @@ def watch(
 
 def finite(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a row."""
-    return {key: value for key, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
+    from skyrl_train.observability.metrics import is_finite_number
+
+    return {key: value for key, value in row.items() if is_finite_number(value)}

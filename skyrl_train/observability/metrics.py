@@ -8,10 +8,12 @@ The aggregation of a metric is declared once, here or with :func:`declare`, and 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -194,6 +196,11 @@ def quantiles(prefix: str, values: Sequence[float], *percents: int) -> dict[str,
     """Return percentiles of ``values`` (at least one), interpolated linearly, as metrics ``<prefix><percent>``."""
     found = np.percentile(values, percents).tolist()
     return {f"{prefix}{percent}": value for percent, value in zip(percents, found, strict=True)}
+
+
+def is_finite_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value of a foreign row is a number that is finite as a float; an integer may have hundreds of digits."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # false for NaN
 
 
 # Metrics that answer "does it learn, is it sane" come first, counts that are 0 in most runs last.

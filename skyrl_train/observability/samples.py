@@ -277,10 +277,15 @@ def sample_files(folder: Path) -> list[Path]:
 
 
 def read_samples(folder: Path) -> pyarrow.Table:
-    """Read all files of samples in ``folder`` as one table, which is empty if there are none."""
+    """Read all files of samples in ``folder`` as one table, which is empty if there are none. A damaged file is a warning."""
     import pyarrow as pa
 
-    tables = [read_columns(path, schema().names) for path in sample_files(folder)]
+    tables = []
+    for path in sample_files(folder):
+        try:
+            tables.append(read_columns(path, schema().names))
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            logger.warning("%s cannot be read, and is left out: %s", path, error)
     return pa.concat_tables(tables) if tables else schema().empty_table()
 
 

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from skyrl_train.observability.advice import ESS, NO_SIGNAL, TRUNCATED, Advice
 from skyrl_train.observability.failures import shortened
+from skyrl_train.observability.metrics import is_finite_number
 
 Clock = Callable[[], float]
 
@@ -404,7 +405,7 @@ class RunSummary:
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
     """Summarize the rows of ``metrics.jsonl``, also of a run that was resumed."""
-    rewards = [row[REWARD] for row in rows if isinstance(row.get(REWARD), int | float) and math.isfinite(row[REWARD])]
+    rewards = [row[REWARD] for row in rows if is_finite_number(row.get(REWARD))]
     ends = max(1, round(len(rewards) * ENDS))
     extremes = {row.get(name) for row in rows if row.get(REWARD) is not None for name in ("reward/min", "reward/max")}
     return RunSummary(

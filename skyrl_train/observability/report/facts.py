@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.observability.advice import Advice
+from skyrl_train.observability.metrics import is_finite_number
 from skyrl_train.observability.readers.comparison import Columns
 from skyrl_train.observability.readers.folders import RunsFolder, read_settings
 from skyrl_train.observability.readers.incidents import incidents, run_advice
@@ -207,7 +208,7 @@ def choose_samples(run: Path) -> list[dict[str, Any]]:
     rows = [row for step in sorted({*steps[:1], *spread, *steps[-1:]}) for row in step_rows(run, "train", step)["rows"]]
 
     def value(row: Mapping[str, Any], name: str, missing: float) -> float:
-        return float(row[name]) if isinstance(row.get(name), int | float) and math.isfinite(row[name]) else missing
+        return float(row[name]) if is_finite_number(row.get(name)) else missing
 
     orders: dict[str, Any] = {
         "first": lambda row: -row["step"],

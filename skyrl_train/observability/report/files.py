@@ -32,7 +32,8 @@ OVERVIEW = (
     "generate/response_tokens_p90", "generate/response_tokens_max", "generate/truncated", "generate/latency_s_p50",
     "generate/latency_s_p99", "loss/entropy", "policy/grad_norm", "policy/kl_to_reference", "off_policy/ess", "off_policy/kl_k3",
     "policy/ratio_mean", "policy/clip_fraction", "off_policy/clipped_fraction", "loss/policy", "loss/value",
-    "critic/explained_variance",
+    "critic/explained_variance", "inference/running_requests", "inference/waiting_requests", "perf/mfu",
+    "system/gpu_utilization", "system/gpu_memory_share",
 )  # fmt: skip
 POINTS = 1024  # of a curve; fewer if the curves would be larger than
 CURVE_BYTES = 300_000

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.observability.metrics import known_spec
+from skyrl_train.observability.metrics import is_finite_number, known_spec
 from skyrl_train.observability.readers.samples import excerpt
 from skyrl_train.observability.report.facts import RunFacts, repeat_command, typical_steps
 from skyrl_train.observability.screen import BLOCKS, averaged, duration, sparkline
@@ -293,7 +293,7 @@ def setting_text(value: Any) -> str:
 
 def shown(value: Any, unit: str) -> str:
     """Return a number with its unit; a dash for anything else."""
-    if not isinstance(value, int | float) or not math.isfinite(value) or unit not in ("share", "s"):
+    if not is_finite_number(value) or unit not in ("share", "s"):
         return number(value)
     if unit == "share":
         return f"{value:.1%}"
@@ -302,7 +302,7 @@ def shown(value: Any, unit: str) -> str:
 
 def number(value: Any) -> str:
     """Return a number in three digits, with k, M, G or T from 10,000 on; a dash for anything else."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_finite_number(value):
         return "–"
     if abs(value) < 1e4:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"

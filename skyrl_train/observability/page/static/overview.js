@@ -11,12 +11,14 @@ const WANTED = [
   "generate/response_tokens", "generate/response_tokens_p50", "generate/response_tokens_p90", "generate/response_tokens_max",
   "generate/truncated", "generate/latency_s_p50", "generate/latency_s_p99", "loss/entropy", "policy/grad_norm", "policy/kl_to_reference",
   "off_policy/ess", "off_policy/kl_k3", "policy/ratio_mean", "policy/clip_fraction", "off_policy/clipped_fraction", "loss/policy", "loss/value",
-  "critic/explained_variance",
+  "critic/explained_variance", "inference/running_requests", "inference/waiting_requests", "perf/mfu", "system/gpu_utilization", "system/gpu_memory_share",
 ];
 const SANITY = [
   ["loss/entropy", "Entropy"], ["policy/grad_norm", "Gradient norm"], ["off_policy/kl_k3", "KL(behaviour || proximal)"],
   ["policy/kl_to_reference", "KL to reference"], ["off_policy/ess", "Effective sample size"], ["policy/clip_fraction", "Clipped tokens"],
   ["reward/zero_variance_groups", "Groups without signal"], ["generate/truncated", "Truncated"], ["critic/explained_variance", "Explained variance"],
+  ["inference/running_requests", "Requests in the engines"], ["inference/waiting_requests", "Requests that wait there"], ["perf/mfu", "MFU of training"],
+  ["system/gpu_utilization", "GPU utilization"], ["system/gpu_memory_share", "GPU memory"],
 ];
 
 function AxisChoice({ axis, setAxis, data, range, setRange }) {

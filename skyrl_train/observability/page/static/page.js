@@ -46,6 +46,11 @@ function Run({ run, view, query }) {
     const timer = setInterval(() => { if (!document.hidden) setTick((old) => old + 1); }, 30000);
     return () => clearInterval(timer);
   }, []);
+  // On a narrow screen, the name of the view may be out of sight.
+  useEffect(() => {
+    const nav = document.querySelector("nav"), here = nav?.querySelector("[aria-current]");
+    if (here) nav.scrollLeft = here.offsetLeft - nav.offsetLeft - (nav.clientWidth - here.clientWidth) / 2;
+  }, [view, !info]);
   useEffect(() => { if (info) document.title = `${plain(info.title)} · ${VIEWS[view][0]}`; }, [info?.title, view]);
   if (!info) return html`<header><div class="top"><span class="name"><a href="#/">runs</a> / ${plain(run)}</span></div><nav></nav></header>
     <main>${error ? html`<div class="error">${plain(error)}</div>` : html`<div class="empty">Reading the run …</div>`}</main>`;

@@ -69,18 +69,18 @@ export function Failures({ run, ticks }) {
   const { events, logs } = data, chosen = file ?? logs[0]?.name;
   return html`${!events ? html`<p class="note">This run has recorded no events yet. Runs of older versions have none.</p>` : html`
     <h3>Alarms and advice</h3>
-    ${events.alarms.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table><thead><tr><th></th><th class="n">from step</th><th class="n">to step</th><th>when it began</th><th>what to do</th><th>since</th></tr></thead><tbody>
+    ${events.alarms.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th></th><th class="n">from step</th><th class="n">to step</th><th>when it began</th><th>what to do</th><th>since</th></tr></thead><tbody>
       ${events.alarms.map((row) => html`<tr><td><span class=${row.level === "alarm" ? "state failed" : ""}>${plain(row.id)}</span></td><td class="n">${row.step}</td><td class="n">${row.ended ?? ""}</td>
         <td class="wrap"><${Text}>${row.finding}<//></td><td class="wrap"><${Text}>${row.action}<//></td><td class="when">${moment(row.at)}</td></tr>`)}</tbody></table></div>`}
     <h3>Failed groups and attempts</h3>
-    ${events.failures.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table><thead><tr><th class="n">times</th><th>what</th><th>why</th><th>groups, for example</th><th>first</th><th>last</th></tr></thead><tbody>
+    ${events.failures.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th class="n">times</th><th>what</th><th>why</th><th>groups, for example</th><th>first</th><th>last</th></tr></thead><tbody>
       ${events.failures.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.kind === "failed" ? html`<span class="state failed">failed for good</span>` : "failed attempt"}</td><td class="wrap mono"><${Text}>${row.reason}<//></td>
         <td>${row.examples.join(", ")}</td><td class="when">${moment(row.first)}</td><td>${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
     <h3>Warnings</h3>
-    ${events.warnings.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table><thead><tr><th class="n">times</th><th>level</th><th>text</th><th>from</th><th>last</th></tr></thead><tbody>
+    ${events.warnings.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th class="n">times</th><th>level</th><th>text</th><th>from</th><th>last</th></tr></thead><tbody>
       ${events.warnings.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.level}</td><td class="wrap mono"><${Text}>${row.text}<//></td><td class="mono">${plain(row.source)}</td><td>${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
     <h3>Commands</h3>
-    <div class="scroll"><table><tbody>${events.processes.map((event) => html`<tr><td class="when">${moment(event.at)}</td><td class="when">${{ process: "opened", run: "training began", resume: "training went on", end: "ended" }[event.kind]}</td>
+    <div class="scroll"><table class="told"><tbody>${events.processes.map((event) => html`<tr><td class="when">${moment(event.at)}</td><td class="when">${{ process: "opened", run: "training began", resume: "training went on", end: "ended" }[event.kind]}</td>
       <td class="wrap"><${Text}>${event.kind === "process" ? `${event.host}, pid ${event.pid}, version ${event.version}, Python ${event.python}${event.git ? `, git ${event.git.slice(0, 10)}` : ""}: ${event.command.join(" ")}`
         : event.kind === "end" ? `${event.reason} after step ${event.step}${event.error ? `: ${event.error}` : ""}` : `after step ${event.step} of ${event.total_steps}`}<//></td></tr>`)}</tbody></table></div>
     ${(events.lost > 0 || events.sampled_out > 0) && html`<p class="note">The record lacks ${number(events.lost)} events that could not be written, and ${number(events.sampled_out)} that trainer.max_events_per_s left out.</p>`}`}

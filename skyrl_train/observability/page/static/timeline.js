@@ -1,7 +1,7 @@
 // The timeline: which version sampled what, when, and who waited for whom.
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
 import { Lanes, ORDERS } from "./lanes.js";
-import { get, number, seconds, Text, useAnswer, useTheme, versionColour } from "./util.js";
+import { get, number, seconds, Text, useAnswer, usePaced, useTheme, versionColour } from "./util.js";
 
 const STRIPS = { 0: "fit", 1: "dense", 3: "normal", 8: "tall" };
 
@@ -14,9 +14,10 @@ export function Timeline({ run, info, ticks, query }) {
   const [picked, setPicked] = useState(null), [lit, setLit] = useState(null), [hover, setHover] = useState(null);
   const theme = useTheme();
   const following = asked === null && !step;
+  const events = usePaced(ticks.events, "timeline");
   const load = () => get("timeline", asked ? { run, ...asked } : { run, step });
   // The key stays: the old picture is shown until the next one is there.
-  const { data, error } = useAnswer(load, run, `${JSON.stringify(asked)} ${step} ${following || info.state === "live" ? ticks.events : ""}`);
+  const { data, error } = useAnswer(load, run, `${JSON.stringify(asked)} ${step} ${following || info.state === "live" ? events : ""}`);
   const canvas = useRef(null), scroller = useRef(null), lanes = useRef(null);
   const shown = view ?? (data ? { t0: data.t0, t1: data.t1 } : null);
   const latest = useRef({});

@@ -108,9 +108,14 @@ export function address(path, parameters) {
 const inlined = document.getElementById("answers");
 const answers = inlined && JSON.parse(inlined.textContent);
 
+// Milliseconds of the server's processor for the last answer, by path.
+const costs = {};
+const PACE = 160; // parsing new events and compression cost the server nearly twice as much again
+
 export async function get(path, parameters = {}) {
   if (answers) return answers[[path, parameters.run, parameters.axis].filter((one) => typeof one === "string").join(" ")];
   const response = await fetch(address(path, parameters));
+  costs[path] = Number(/dur=([\d.]+)/.exec(response.headers.get("server-timing"))?.[1] ?? 0);
   const body = await response.json().catch(() => ({ error: `The page's server answered ${response.status}.` }));
   if (!response.ok) throw new Error(body.error ?? `The page's server answered ${response.status}.`);
   return body;
@@ -145,6 +150,19 @@ export function useAnswer(load, key, tick = 0) {
     return () => { if (now.key !== key) gone = true; };
   }, [key, tick]);
   return answer.key === key ? answer : { key, data: null, error: null };
+}
+
+// A tick that changes more rarely the more an answer of `path` costs, so that a viewer of a live run takes a
+// few hundredths of a core.
+export function usePaced(tick, path) {
+  const [shown, setShown] = useState(tick);
+  const last = useRef(0);
+  useEffect(() => {
+    const show = () => { last.current = performance.now(); setShown(tick); };
+    const timer = setTimeout(show, Math.min(15000, last.current + (costs[path] ?? 0) * PACE - performance.now()));
+    return () => clearTimeout(timer);
+  }, [tick]);
+  return shown;
 }
 
 // Counts, per part of the run, how often it has changed since `parts` was read. Nothing is followed while the page is hidden.
