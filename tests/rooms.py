@@ -29,7 +29,7 @@ ROOMS = {
     "observability": ("observability",),
     "project": ("project", "walks", "mutate"),
     "rollout": ("buffer", "filters", "dispatcher", "rollout_checkpoint", "group"),
-    "runtime": ("concurrency", "gc_tuning", "watchdog"),
+    "runtime": ("concurrency", "gc_tuning", "pickling", "watchdog"),
     "sessions": ("sessions",),
     "simulation": ("simulation",),
     "stages": ("stages", "stage_parts"),

@@ -170,11 +170,12 @@ def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentS
         GeneratorOutputError: a field is missing or of another type.
         ValueError: the reward is not finite.
     """
-    reward = step.get("reward") if isinstance(step, Mapping) else None
-    observations = step.get("observations") or () if isinstance(step, Mapping) else None
+    is_mapping = isinstance(step, Mapping)
+    reward = step.get("reward") if is_mapping else None
+    observations = step.get("observations") or () if is_mapping else None
     # Numbers of other libraries are fine. A text is not, although float() would read it.
     number = hasattr(reward, "__float__") and not isinstance(reward, str)
-    if not isinstance(step, Mapping) or not number or "done" not in step or not isinstance(observations, list | tuple):
+    if not is_mapping or not number or "done" not in step or not isinstance(observations, list | tuple):
         code = getattr(getattr(method, "__func__", None), "__code__", None)
         place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
         raise GeneratorOutputError(

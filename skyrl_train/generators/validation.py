@@ -163,9 +163,12 @@ def _convert_arrays(fields: Mapping[str, Any], row: int, stop_reason: str) -> Ro
         return None
     if not isinstance(prompt, list | tuple) or not prompt:
         return None
-    if isinstance(reward, Real) != isinstance(fields["rewards"][0], Real):
+    # Most rewards are floats, and a look at the type is cheaper than to ask an abstract class.
+    whole = type(reward) is float or isinstance(reward, Real)
+    first = fields["rewards"][0]
+    if whole != (type(first) is float or isinstance(first, Real)):
         return None
-    if isinstance(reward, Real):
+    if whole:
         if not is_finite(reward):
             return None
         rewards = np.zeros(length)

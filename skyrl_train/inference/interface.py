@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any, Literal, NotRequired, TypedDict
 
 from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.runtime.pickling import by_position
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightUpdate
 
@@ -88,6 +89,7 @@ class LogitAdjustment:
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+@by_position
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of one response.
@@ -192,6 +194,7 @@ class InferenceEngineOutput(TypedDict):
     cached_tokens: NotRequired[list[int]]  # see :class:`TokenChunk`; only from engines that cache prefixes
 
 
+@by_position
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """Tokens of one response in sampling order. ``stop_reason`` is None before the last chunk, which may be empty.

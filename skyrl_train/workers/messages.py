@@ -14,8 +14,10 @@ from typing import Any
 
 from skyrl_train import errors
 from skyrl_train.errors import SkyRLError
+from skyrl_train.runtime.pickling import by_position
 
 
+@by_position
 @dataclass(frozen=True, slots=True)
 class Call:
     """Call ``method`` of the served object. Each call is answered by one ``Result`` or ``Failure`` with its ``id``."""
@@ -25,6 +27,7 @@ class Call:
     arguments: tuple[Any, ...] = ()
 
 
+@by_position
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """Cancel the call ``id``. Its end is answered only with ``report_end``, for callers that wait for the clean-up."""
@@ -33,6 +36,7 @@ class Cancel:
     report_end: bool = False
 
 
+@by_position
 @dataclass(frozen=True, slots=True)
 class Item:
     """One item of a streaming call."""
@@ -41,6 +45,7 @@ class Item:
     value: Any
 
 
+@by_position
 @dataclass(frozen=True, slots=True)
 class Result:
     """A call returned ``value``. After a stream: its last item, or None."""
