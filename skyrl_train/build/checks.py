@@ -87,7 +87,7 @@ def check_import_paths(config: RunConfig) -> None:
 
     Raises:
         ConfigError: an estimator, a schedule, a staleness policy, a tracker, a reward function, the generator, its environment
-            or its agent cannot be imported.
+            or its agent cannot be imported. Or the endpoint for agents has an invalid setting.
     """
     for name in config.trainer.trackers:
         tracker_factory(name)
@@ -100,7 +100,9 @@ def check_import_paths(config: RunConfig) -> None:
         is_async(reward, config.rollout.stages.reward.kwargs)
         check_signature(reward, config.rollout.stages.reward.kwargs)
     # Imported, not constructed: the generator needs a client, which does not exist yet.
-    GeneratorSpec(generator, config.environment, model_path="").import_class()
+    generator_class = GeneratorSpec(generator, config.environment, model_path="").import_class()
+    if generator.name == "harness":
+        generator_class.endpoint_settings(generator.kwargs)
     if config.rollout.num_actors:
         return  # the actors import environment and agent; this process need not
     agent = generator.kwargs.get("agent")

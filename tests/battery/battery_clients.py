@@ -1,6 +1,7 @@
 """Thirteen client libraries with their defaults against an endpoint.
 
     python battery_clients.py LIBRARY URL KEY    runs the library's cases; prints ``RESULT`` and JSON per case, with error or null
+    python battery_clients.py LIBRARY            one rollout of a run that trains: runs the case of ``TRAINED``, prints the reward
 
 It runs in an environment that has the library, and imports nothing of this project. The model behind the URL
 (``battery_model.py``) calls ``get_weather`` if it is given, then says ``ANSWER``.
@@ -15,6 +16,8 @@ import os
 import sys
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
+from random import Random
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,7 +25,9 @@ from pydantic import BaseModel
 ANSWER = "It is sunny in Paris."
 QUESTION = "What is the weather in Paris?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
-CASES = ("plain", "stream", "tools", "forced", "schema")
+CASES = (
+    "plain", "stream", "tools", "tools_stream", "forced", "forced_stream", "schema", "schema_stream", "tools_schema"
+)  # fmt: skip
 PACKAGES = {
     "openai": "openai",
     "anthropic": "anthropic",
@@ -80,11 +85,34 @@ def check_call(name: str, arguments: str | dict[str, Any]) -> None:
     assert name == "get_weather" and isinstance(read["city"], str), f"call: {name} {arguments}"
 
 
+def check_report(report: object) -> None:
+    assert isinstance(report, Report), f"report: {report!r}"
+
+
+def check_loop_with_report(report: object) -> None:
+    check_report(report)
+    assert cities, "no call"
+
+
 class OpenAI:
     def __init__(self, url: str, key: str) -> None:
         import openai
 
         self.client = openai.OpenAI()
+        self.strict: Any = {"type": "function", "function": {**FUNCTION, "strict": True}}
+
+    def loop(self, ask: Any) -> Any:
+        """Answer the call in the message that ``ask`` returns, and return the next message."""
+        messages = list(MESSAGES)
+        message = ask(messages)
+        for call in message.tool_calls:
+            result = get_weather(**json.loads(call.function.arguments))
+            messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+        return ask(messages)
+
+    def streamed(self, messages: list[Any] = MESSAGES, **fields: Any) -> Any:
+        with self.client.chat.completions.stream(model="policy", messages=messages, **fields) as events:
+            return events.get_final_completion().choices[0].message
 
     def plain(self) -> None:
         check_answer(self.client.chat.completions.create(model="policy", messages=MESSAGES).choices[0].message.content)
@@ -97,18 +125,12 @@ class OpenAI:
             check_answer(events.get_final_response().output_text)
 
     def tools(self) -> None:
-        messages = list(MESSAGES)
-        message = (
-            self.client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message
-        )
-        for call in message.tool_calls:
-            result = get_weather(**json.loads(call.function.arguments))
-            messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
-        check_loop(
-            self.client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
-            .choices[0]
-            .message.content
-        )
+        create = self.client.chat.completions.create
+        answer = self.loop(lambda said: create(model="policy", messages=said, tools=[TOOL]).choices[0].message)
+        check_loop(answer.content)
+
+    def tools_stream(self) -> None:
+        check_loop(self.loop(lambda messages: self.streamed(messages, tools=[self.strict])).content)
 
     def forced(self) -> None:
         for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
@@ -118,11 +140,31 @@ class OpenAI:
             (call,) = answer.choices[0].message.tool_calls
             check_call(call.function.name, call.function.arguments)
 
+    def forced_stream(self) -> None:
+        (call,) = self.streamed(tools=[self.strict], tool_choice="required").tool_calls
+        check_call(call.function.name, call.function.arguments)
+        flat = {"type": "function", **FUNCTION, "strict": True}
+        with self.client.responses.stream(
+            model="policy", input=QUESTION, tools=[flat], tool_choice="required"
+        ) as events:
+            (item,) = events.get_final_response().output
+        check_call(item.name, item.arguments)
+
     def schema(self) -> None:
         answer = self.client.chat.completions.parse(model="policy", messages=MESSAGES, response_format=Report)
         assert isinstance(answer.choices[0].message.parsed, Report)
         parsed = self.client.responses.parse(model="policy", input=QUESTION, text_format=Report)
         assert isinstance(parsed.output_parsed, Report)
+
+    def schema_stream(self) -> None:
+        check_report(self.streamed(response_format=Report).parsed)
+        with self.client.responses.stream(model="policy", input=QUESTION, text_format=Report) as events:
+            check_report(events.get_final_response().output_parsed)
+
+    def tools_schema(self) -> None:
+        parse = self.client.chat.completions.parse
+        fields: Any = {"model": "policy", "tools": [self.strict], "response_format": Report}
+        check_loop_with_report(self.loop(lambda said: parse(messages=said, **fields).choices[0].message).parsed)
 
 
 class Anthropic:
@@ -151,8 +193,31 @@ class Anthropic:
             (call,) = self.client.messages.create(**self.ask, tools=[self.tool], tool_choice=choice).content
             check_call(call.name, call.input)
 
+    def tools_stream(self) -> None:
+        from anthropic import beta_tool
+
+        final: Any = None
+        for events in self.client.beta.messages.tool_runner(**self.ask, tools=[beta_tool(get_weather)], stream=True):
+            final = events.get_final_message()
+        check_loop(final.content[0].text)
+
+    def forced_stream(self) -> None:
+        with self.client.messages.stream(**self.ask, tools=[self.tool], tool_choice={"type": "any"}) as events:
+            (call,) = events.get_final_message().content
+        check_call(call.name, call.input)
+
     def schema(self) -> None:
-        assert isinstance(self.client.messages.parse(**self.ask, output_format=Report).parsed_output, Report)
+        check_report(self.client.messages.parse(**self.ask, output_format=Report).parsed_output)
+
+    def schema_stream(self) -> None:
+        with self.client.messages.stream(**self.ask, output_format=Report) as events:
+            check_report(events.get_final_message().parsed_output)
+
+    def tools_schema(self) -> None:
+        from anthropic import beta_tool
+
+        runner = self.client.beta.messages.tool_runner(**self.ask, tools=[beta_tool(get_weather)], output_format=Report)
+        check_loop_with_report(runner.until_done().parsed_output)
 
 
 class LangChain:
@@ -180,12 +245,38 @@ class LangChain:
         for options in ({}, {"method": "function_calling"}):
             assert isinstance(self.model.with_structured_output(Report, **options).invoke(QUESTION), Report)
 
+    def tools_stream(self) -> None:
+        from langchain.agents import create_agent
+
+        agent, said = create_agent(self.model, [get_weather]), ""
+        for chunk, at in agent.stream({"messages": MESSAGES}, stream_mode="messages"):
+            said += str(chunk.content) if at["langgraph_node"] == "model" else ""
+        check_loop(said)
+
+    def forced_stream(self) -> None:
+        first, *others = self.model.bind_tools([get_weather], tool_choice="any").stream(QUESTION)
+        (call,) = sum(others, first).tool_calls
+        check_call(call["name"], call["args"])
+
+    def schema_stream(self) -> None:
+        *_, last = self.model.with_structured_output(Report).stream(QUESTION)
+        check_report(last)
+
+    def tools_schema(self) -> None:
+        """Each step is a forced call, as by default, which may be the report's at once."""
+        from langchain.agents import create_agent
+
+        agent = create_agent(self.model, [get_weather], response_format=Report)
+        check_report(agent.invoke({"messages": MESSAGES})["structured_response"])
+
 
 class LiteLLM:
     def __init__(self, url: str, key: str) -> None:
         import litellm
 
-        self.completion = lambda **fields: litellm.completion(model="openai/policy", messages=MESSAGES, **fields)
+        self.completion = lambda messages=MESSAGES, **fields: litellm.completion(
+            model="openai/policy", messages=messages, **fields
+        )
 
     def plain(self) -> None:
         check_answer(self.completion().choices[0].message.content)
@@ -193,25 +284,43 @@ class LiteLLM:
     def stream(self) -> None:
         check_answer("".join(chunk.choices[0].delta.content or "" for chunk in self.completion(stream=True)))
 
-    def tools(self) -> None:
+    def streamed(self, messages: list[Any] = MESSAGES, **fields: Any) -> Any:
         import litellm
 
-        message = self.completion(tools=[TOOL]).choices[0].message
+        chunks = list(self.completion(messages, stream=True, **fields))
+        return litellm.stream_chunk_builder(chunks, messages=messages).choices[0].message  # type: ignore[union-attr]
+
+    def loop(self, ask: Any) -> str:
+        """Answer the call in the message that ``ask`` returns, and return the text of the next message."""
+        message = ask(MESSAGES)
         (call,) = message.tool_calls
-        result = {
-            "role": "tool",
-            "tool_call_id": call.id,
-            "content": get_weather(**json.loads(call.function.arguments)),
-        }
-        answer = litellm.completion(model="openai/policy", messages=[*MESSAGES, message, result], tools=[TOOL])
-        check_loop(answer.choices[0].message.content)
+        content = get_weather(**json.loads(call.function.arguments))
+        return ask([*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "content": content}]).content
+
+    def tools(self) -> None:
+        check_loop(self.loop(lambda messages: self.completion(messages, tools=[TOOL]).choices[0].message))
+
+    def tools_stream(self) -> None:
+        check_loop(self.loop(lambda messages: self.streamed(messages, tools=[TOOL])))
 
     def forced(self) -> None:
         (call,) = self.completion(tools=[TOOL], tool_choice="required").choices[0].message.tool_calls
         check_call(call.function.name, call.function.arguments)
 
+    def forced_stream(self) -> None:
+        (call,) = self.streamed(tools=[TOOL], tool_choice="required").tool_calls
+        check_call(call.function.name, call.function.arguments)
+
     def schema(self) -> None:
         Report.model_validate_json(self.completion(response_format=Report).choices[0].message.content)
+
+    def schema_stream(self) -> None:
+        Report.model_validate_json(self.streamed(response_format=Report).content)
+
+    def tools_schema(self) -> None:
+        fields: Any = {"tools": [TOOL], "response_format": Report}
+        said = self.loop(lambda messages: self.completion(messages, **fields).choices[0].message)
+        check_loop_with_report(Report.model_validate_json(said))
 
 
 class PydanticAI:
@@ -231,15 +340,39 @@ class PydanticAI:
     def tools(self) -> None:
         check_loop(self.agent(self.model, tools=[get_weather]).run_sync(QUESTION).output)
 
+    async def streamed(self, **options: Any) -> Any:
+        async with self.agent(self.model, **options).run_stream(QUESTION) as result:
+            async for _ in result.stream_output():
+                pass
+            return await result.get_output()
+
+    async def tools_stream(self) -> None:
+        check_loop(await self.streamed(tools=[get_weather]))
+
     def forced(self) -> None:
         """The output is a forced call, as by default."""
-        assert isinstance(self.agent(self.model, output_type=Report).run_sync(QUESTION).output, Report)
+        check_report(self.agent(self.model, output_type=Report).run_sync(QUESTION).output)
+
+    async def forced_stream(self) -> None:
+        check_report(await self.streamed(output_type=Report))
 
     def schema(self) -> None:
         from pydantic_ai import NativeOutput
 
-        agent = self.agent(self.model, output_type=NativeOutput(Report))
-        assert isinstance(agent.run_sync(QUESTION).output, Report)
+        check_report(self.agent(self.model, output_type=NativeOutput(Report)).run_sync(QUESTION).output)
+
+    async def schema_stream(self) -> None:
+        from pydantic_ai import NativeOutput
+
+        check_report(await self.streamed(output_type=NativeOutput(Report)))
+
+    def tools_schema(self) -> None:
+        from pydantic_ai import NativeOutput
+
+        # By default each step is a forced call, which may be the report's at once.
+        check_report(self.agent(self.model, tools=[get_weather], output_type=Report).run_sync(QUESTION).output)
+        agent = self.agent(self.model, tools=[get_weather], output_type=NativeOutput(Report))
+        check_loop_with_report(agent.run_sync(QUESTION).output)
 
 
 class Smolagents:
@@ -247,6 +380,8 @@ class Smolagents:
         from smolagents import OpenAIModel
 
         self.model = OpenAIModel("policy", api_base=url, api_key=key)
+        report = {"name": "report", "schema": Report.model_json_schema()}
+        self.form = {"type": "json_schema", "json_schema": report}
 
     def plain(self) -> None:
         check_answer(self.model.generate(MESSAGES).content)
@@ -254,17 +389,33 @@ class Smolagents:
     def stream(self) -> None:
         check_answer("".join(delta.content or "" for delta in self.model.generate_stream(MESSAGES)))
 
-    def forced(self) -> None:
+    def forced(self, **options: Any) -> None:
         """Each step of the agent is a forced call, as by default: of the tool or of ``final_answer``."""
         from smolagents import ToolCallingAgent, tool
 
-        agent = ToolCallingAgent([tool(get_weather)], self.model, verbosity_level=-1, max_steps=1)
+        agent = ToolCallingAgent([tool(get_weather)], self.model, verbosity_level=-1, max_steps=1, **options)
         assert isinstance(agent.run(QUESTION), str)
         assert agent.memory.steps[1].tool_calls, "no call"
 
+    def forced_stream(self) -> None:
+        self.forced(stream_outputs=True)
+
     def schema(self) -> None:
-        form = {"type": "json_schema", "json_schema": {"name": "report", "schema": Report.model_json_schema()}}
-        Report.model_validate_json(self.model.generate(MESSAGES, response_format=form).content)
+        Report.model_validate_json(self.model.generate(MESSAGES, response_format=self.form).content)
+
+    def schema_stream(self) -> None:
+        parts = self.model.generate_stream(MESSAGES, response_format=self.form)
+        Report.model_validate_json("".join(part.content or "" for part in parts))
+
+    def tools_schema(self) -> None:
+        """Each step of the agent is an object with its code."""
+        from smolagents import CodeAgent, tool
+
+        agent = CodeAgent(
+            [tool(get_weather)], self.model, verbosity_level=-1, max_steps=1, use_structured_outputs_internally=True
+        )
+        agent.run(QUESTION)
+        assert isinstance(json.loads(agent.memory.steps[1].model_output)["code"], str)
 
 
 class AutoGen:
@@ -294,18 +445,46 @@ class AutoGen:
         agent = self.agent("assistant", self.client, tools=[get_weather], reflect_on_tool_use=True)
         check_loop((await agent.run(task=QUESTION)).messages[-1].content)
 
-    async def forced(self) -> None:
+    async def streamed(self, **options: Any) -> Any:
+        agent = self.agent("assistant", self.client, model_client_stream=True, **options)
+        *_, result = [item async for item in agent.run_stream(task=QUESTION)]
+        return result.messages[-1].content  # type: ignore[union-attr]
+
+    async def tools_stream(self) -> None:
+        check_loop(await self.streamed(tools=[get_weather], reflect_on_tool_use=True))
+
+    def forcing(self) -> dict[str, Any]:
         from autogen_core.models import UserMessage
         from autogen_core.tools import FunctionTool
 
         tool = FunctionTool(get_weather, description="Return the weather in a city.")
         message = UserMessage(content=QUESTION, source="user")
-        (call,) = (await self.client.create([message], tools=[tool], tool_choice="required")).content
+        return {"messages": [message], "tools": [tool], "tool_choice": "required"}
+
+    async def forced(self) -> None:
+        (call,) = (await self.client.create(**self.forcing())).content
+        check_call(call.name, call.arguments)
+
+    async def forced_stream(self) -> None:
+        *_, result = [part async for part in self.client.create_stream(**self.forcing())]
+        (call,) = result.content  # type: ignore[union-attr]
         check_call(call.name, call.arguments)
 
     async def schema(self) -> None:
         agent = self.agent("assistant", self.client, output_content_type=Report)
-        assert isinstance((await agent.run(task=QUESTION)).messages[-1].content, Report)
+        check_report((await agent.run(task=QUESTION)).messages[-1].content)
+
+    async def schema_stream(self) -> None:
+        check_report(await self.streamed(output_content_type=Report))
+
+    async def tools_schema(self) -> None:
+        from autogen_core.tools import FunctionTool
+
+        tool = FunctionTool(
+            get_weather, description="Return the weather in a city.", strict=True
+        )  # the client asks for it
+        agent = self.agent("assistant", self.client, tools=[tool], output_content_type=Report)
+        check_loop_with_report((await agent.run(task=QUESTION)).messages[-1].content)
 
 
 class DSPy:
@@ -319,6 +498,12 @@ class DSPy:
         check_answer(self.dspy.settings.lm(QUESTION)[0])
         check_answer(self.dspy.Predict("question -> answer")(question=QUESTION).answer)
 
+    async def stream(self) -> None:
+        listener = self.dspy.streaming.StreamListener(signature_field_name="answer")
+        predict = self.dspy.streamify(self.dspy.Predict("question -> answer"), stream_listeners=[listener])
+        *_, last = [item async for item in predict(question=QUESTION)]
+        check_answer(last.answer)
+
 
 class Instructor:
     def __init__(self, url: str, key: str) -> None:
@@ -327,22 +512,43 @@ class Instructor:
 
         self.instructor, self.openai = instructor, openai.OpenAI()
 
-    def create(self, *mode: Any, **options: Any) -> Any:
+    def create(self, *mode: Any, response_model: Any = Report, **options: Any) -> Any:
         return self.instructor.from_openai(self.openai, *mode).chat.completions.create(
-            model="policy", messages=MESSAGES, response_model=Report, **options
+            model="policy", messages=MESSAGES, response_model=response_model, **options
         )
 
-    def stream(self) -> None:
-        *_, last = self.instructor.from_openai(self.openai).chat.completions.create_partial(
+    def partial(self, *mode: Any) -> None:
+        *_, last = self.instructor.from_openai(self.openai, *mode).chat.completions.create_partial(
             model="policy", messages=MESSAGES, response_model=Report
         )
         Report.model_validate(last.model_dump())
 
+    def plain(self) -> None:
+        check_answer(self.create(response_model=None).choices[0].message.content)
+
+    def stream(self) -> None:
+        chunks = self.create(response_model=None, stream=True)
+        check_answer("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
+
+    def tools(self) -> None:
+        """The model decides which of several models it fills in."""
+        from collections.abc import Iterable
+
+        call = type("get_weather", (BaseModel,), {"__annotations__": {"city": str}})
+        (filled,) = self.create(self.instructor.Mode.PARALLEL_TOOLS, response_model=Iterable[call])  # type: ignore[valid-type]
+        assert filled.city == "Paris"
+
     def forced(self) -> None:
-        assert isinstance(self.create(), Report)
+        check_report(self.create())
+
+    def forced_stream(self) -> None:
+        self.partial()
 
     def schema(self) -> None:
-        assert isinstance(self.create(self.instructor.Mode.JSON_SCHEMA), Report)
+        check_report(self.create(self.instructor.Mode.JSON_SCHEMA))
+
+    def schema_stream(self) -> None:
+        self.partial(self.instructor.Mode.JSON_SCHEMA)
 
 
 class OpenAIAgents:
@@ -359,22 +565,42 @@ class OpenAIAgents:
     async def plain(self) -> None:
         check_answer(await self.run())
 
-    async def stream(self) -> None:
-        result = self.agents.Runner.run_streamed(self.agents.Agent("assistant", model="policy"), QUESTION)
+    async def streamed(self, **options: Any) -> Any:
+        result = self.agents.Runner.run_streamed(self.agents.Agent("assistant", model="policy", **options), QUESTION)
         async for _ in result.stream_events():
             pass
-        check_answer(result.final_output)
+        return result.final_output
+
+    async def stream(self) -> None:
+        check_answer(await self.streamed())
+
+    def tool(self) -> Any:
+        return self.agents.function_tool(get_weather)
 
     async def tools(self) -> None:
-        check_loop(await self.run(tools=[self.agents.function_tool(get_weather)]))
+        check_loop(await self.run(tools=[self.tool()]))
+
+    async def tools_stream(self) -> None:
+        check_loop(await self.streamed(tools=[self.tool()]))
 
     async def forced(self) -> None:
         settings = self.agents.ModelSettings(tool_choice="required")
-        check_answer(await self.run(tools=[self.agents.function_tool(get_weather)], model_settings=settings))
+        check_answer(await self.run(tools=[self.tool()], model_settings=settings))
+        assert len(cities) == 1, f"calls: {cities}"
+
+    async def forced_stream(self) -> None:
+        settings = self.agents.ModelSettings(tool_choice="required")
+        check_answer(await self.streamed(tools=[self.tool()], model_settings=settings))
         assert len(cities) == 1, f"calls: {cities}"
 
     async def schema(self) -> None:
-        assert isinstance(await self.run(output_type=Report), Report)
+        check_report(await self.run(output_type=Report))
+
+    async def schema_stream(self) -> None:
+        check_report(await self.streamed(output_type=Report))
+
+    async def tools_schema(self) -> None:
+        check_loop_with_report(await self.run(tools=[self.tool()], output_type=Report))
 
 
 class Agno:
@@ -395,15 +621,34 @@ class Agno:
     def tools(self) -> None:
         check_loop(self.agent(tools=[get_weather]).run(QUESTION).content)
 
-    def forced(self) -> None:
+    def tools_stream(self) -> None:
+        events = self.agent(tools=[get_weather]).run(QUESTION, stream=True)
+        check_loop("".join(event.content or "" for event in events if event.event == "RunContent"))
+
+    def forcing(self) -> Any:
         from agno.tools import tool
 
         named = {"type": "function", "function": {"name": "get_weather"}}
-        self.agent(tools=[tool(stop_after_tool_call=True)(get_weather)], tool_choice=named).run(QUESTION)
+        return self.agent(tools=[tool(stop_after_tool_call=True)(get_weather)], tool_choice=named)
+
+    def forced(self) -> None:
+        self.forcing().run(QUESTION)
+        assert len(cities) == 1, f"calls: {cities}"
+
+    def forced_stream(self) -> None:
+        for _ in self.forcing().run(QUESTION, stream=True):
+            pass
         assert len(cities) == 1, f"calls: {cities}"
 
     def schema(self) -> None:
-        assert isinstance(self.agent(output_schema=Report).run(QUESTION).content, Report)
+        check_report(self.agent(output_schema=Report).run(QUESTION).content)
+
+    def schema_stream(self) -> None:
+        *_, last = self.agent(output_schema=Report).run(QUESTION, stream=True, yield_run_output=True)
+        check_report(last.content)
+
+    def tools_schema(self) -> None:
+        check_loop_with_report(self.agent(tools=[get_weather], output_schema=Report).run(QUESTION).content)
 
 
 class Haystack:
@@ -424,19 +669,44 @@ class Haystack:
         self.generator(streaming_callback=lambda chunk: parts.append(chunk.content or "")).run(self.messages)
         check_answer("".join(parts))
 
-    def tools(self) -> None:
+    def loop(self, generator: Any, **options: Any) -> str:
         from haystack.components.agents import Agent
 
-        check_loop(Agent(chat_generator=self.generator(), tools=[self.tool]).run(self.messages)["messages"][-1].text)
+        return str(
+            Agent(chat_generator=generator, tools=[self.tool], **options).run(self.messages)["messages"][-1].text
+        )
 
-    def forced(self) -> None:
-        generator = self.generator(tools=[self.tool], generation_kwargs={"tool_choice": "required"})
+    def tools(self) -> None:
+        check_loop(self.loop(self.generator()))
+
+    def tools_stream(self) -> None:
+        check_loop(self.loop(self.generator(), streaming_callback=lambda chunk: None))
+
+    def forced(self, **options: Any) -> None:
+        generator = self.generator(tools=[self.tool], generation_kwargs={"tool_choice": "required"}, **options)
         (call,) = generator.run(self.messages)["replies"][0].tool_calls
         check_call(call.tool_name, call.arguments)
+
+    def forced_stream(self) -> None:
+        self.forced(streaming_callback=lambda chunk: None)
 
     def schema(self) -> None:
         generator = self.generator(generation_kwargs={"response_format": Report})
         Report.model_validate_json(generator.run(self.messages)["replies"][0].text)
+
+    def form(self) -> dict[str, Any]:
+        """A format that streams: the library's own takes no model there."""
+        report = {"name": "report", "schema": Report.model_json_schema()}
+        return {"response_format": {"type": "json_schema", "json_schema": report}}
+
+    def schema_stream(self) -> None:
+        generator = self.generator(generation_kwargs=self.form(), streaming_callback=lambda chunk: None)
+        Report.model_validate_json(generator.run(self.messages)["replies"][0].text)
+
+    def tools_schema(self) -> None:
+        # The client asks for strict tools beside a format.
+        said = self.loop(self.generator(generation_kwargs=self.form(), tools_strict=True))
+        check_loop_with_report(Report.model_validate_json(said))
 
 
 class LlamaIndex:
@@ -457,22 +727,48 @@ class LlamaIndex:
 
         check_answer("".join(part.delta or "" for part in self.model.stream_chat([ChatMessage(QUESTION)])))
 
-    async def tools(self) -> None:
+    async def run(self, **options: Any) -> Any:
         from llama_index.core.agent.workflow import FunctionAgent
 
-        check_loop(str(await FunctionAgent(tools=[get_weather], llm=self.model).run(QUESTION)))
+        return await FunctionAgent(tools=[get_weather], llm=self.model, **options).run(QUESTION)
+
+    async def tools(self) -> None:
+        check_loop(str(await self.run(streaming=False)))
+
+    async def tools_stream(self) -> None:
+        check_loop(str(await self.run()))
 
     def forced(self) -> None:
         """The structured output is a forced call, as by default."""
         from llama_index.core.prompts import PromptTemplate
 
-        assert isinstance(self.model.structured_predict(Report, PromptTemplate(QUESTION)), Report)
+        check_report(self.model.structured_predict(Report, PromptTemplate(QUESTION)))
+
+    def forced_stream(self) -> None:
+        from llama_index.core.prompts import PromptTemplate
+
+        *_, last = self.model.stream_structured_predict(Report, PromptTemplate(QUESTION))
+        Report.model_validate(last.model_dump())  # type: ignore[union-attr]
+
+    def form(self) -> dict[str, Any]:
+        report = {"name": "report", "schema": Report.model_json_schema()}
+        return {"type": "json_schema", "json_schema": report}
 
     def schema(self) -> None:
-        form = {"type": "json_schema", "json_schema": {"name": "report", "schema": Report.model_json_schema()}}
         from llama_index.core.llms import ChatMessage
 
-        Report.model_validate_json(self.model.chat([ChatMessage(QUESTION)], response_format=form).message.content)
+        answer = self.model.chat([ChatMessage(QUESTION)], response_format=self.form())
+        Report.model_validate_json(answer.message.content)
+
+    def schema_stream(self) -> None:
+        from llama_index.core.llms import ChatMessage
+
+        *_, last = self.model.stream_chat([ChatMessage(QUESTION)], response_format=self.form())
+        Report.model_validate_json(last.message.content)
+
+    async def tools_schema(self) -> None:
+        """The loop ends, and a forced call makes an object of it, as by default."""
+        check_loop_with_report((await self.run(output_cls=Report)).get_pydantic_model(Report))
 
 
 LIBRARIES = dict(
@@ -483,6 +779,16 @@ LIBRARIES = dict(
         strict=True,
     )
 )  # fmt: skip
+
+
+# The case that is an agent in its default configuration: forced calls in each of them.
+TRAINED = {"langchain": "tools_schema", "pydantic-ai": "tools_schema", "smolagents": "forced", "instructor": "forced"}
+
+
+def call(runner: asyncio.Runner, method: Any) -> None:
+    result = method()
+    if inspect.isawaitable(result):
+        runner.run(result)  # type: ignore[arg-type]
 
 
 def main(library: str, url: str, key: str) -> None:
@@ -497,8 +803,7 @@ def main(library: str, url: str, key: str) -> None:
             cities.clear()
             error = None
             try:
-                method = getattr(client, case)
-                runner.run(method()) if inspect.iscoroutinefunction(method) else method()
+                call(runner, getattr(client, case))
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"[:600]
             # Its own mark, because some libraries write to standard output.
@@ -506,5 +811,13 @@ def main(library: str, url: str, key: str) -> None:
             print("RESULT " + json.dumps(result), flush=True)
 
 
+def rollout(library: str) -> None:
+    """Run the agent on the variables that the harness has set. The reward is arbitrary, so that there is something to learn."""
+    client = LIBRARIES[library](os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    with asyncio.Runner() as runner:
+        call(runner, getattr(client, TRAINED[library]))
+    print(Random(json.loads(Path(os.environ["SKYRL_PROMPT"]).read_text())["seed"]).random())
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    (main if len(sys.argv) == 4 else rollout)(*sys.argv[1:])

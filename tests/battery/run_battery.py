@@ -1,6 +1,6 @@
 """Run the client libraries of ``battery_clients.py`` against an endpoint, and write the table of the documentation.
 
-    python tests/battery/run_battery.py PYTHON [PYTHON ...]              prints the failures
+    python tests/battery/run_battery.py PYTHON [PYTHON ...]              prints the failures; exits with 1 if there are any
     python tests/battery/run_battery.py PYTHON [PYTHON ...] --write      also writes docs/reference/client_libraries.md
 
 Each PYTHON is an interpreter whose environment has some of the libraries (requirements.txt, requirements_openai2.txt).
@@ -25,14 +25,17 @@ from battery_model import CONTEXT, build
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "client_libraries.md"
+BACKENDS = ("embedded", "vllm")
 KEY = "the-key-of-the-battery"
 MEANING = {
     "plain": "a question and its answer",
-    "stream": "the same as a stream",
     "tools": "the library's own tool loop: a call, its result, the answer",
     "forced": "a call that must happen (`required`, `any`, or a named tool), or structured output by such a call",
     "schema": "structured output by a JSON schema",
+    "tools_schema": "a tool loop that ends in structured output",
+    "stream, ..._stream": "the same as a stream",
 }
+MARKS = {True: "yes", False: "**no**"}  # did all cases pass?
 
 
 @contextmanager
@@ -74,41 +77,42 @@ def run_library(python: str, library: str, url: str) -> list[dict[str, Any]]:
 
 
 def page(results: Sequence[dict[str, Any]]) -> str:
-    """Return the page: one row per library, the error of each failure."""
+    """Return the page: one row per library and engine, the error of each failure."""
+    backends = dict.fromkeys(result["backend"] for result in results)
     lines = [
         "# Client libraries",
         "",
-        "Each library with its defaults against the endpoint with the embedded engine. The URL, the key and the name of the",
-        "model are set, tracing is off, and AutoGen gets the `model_info` that it requires of models that it does not know.",
+        "Each library with its defaults against the endpoint, on the embedded engine or on vLLM (CPU). The URL, the key and",
+        "the name of the model are set, tracing is off, and AutoGen gets the `model_info` that it requires of unknown models.",
         "The model follows a script, so that the answers are known.",
         "",
-        "| library | version | " + " | ".join(CASES) + " |",
-        "|---|---|" + "---|" * len(CASES),
+        "| library | version | engine | " + " | ".join(case.replace("_", " ") for case in CASES) + " |",
+        "|---|---|---|" + "---|" * len(CASES),
     ]
     for library, package in PACKAGES.items():
-        cells = {
-            result["case"]: "no" if result["error"] else "yes" for result in results if result["library"] == library
-        }
-        versions = {result["version"] for result in results if result["library"] == library}
-        row = [
-            library,
-            f"{package} {' '.join(versions)}" if versions else "not run",
-            *(cells.get(case, "") for case in CASES),
-        ]
-        lines.append(f"| {' | '.join(row)} |")
-    passed = sum(result["error"] is None for result in results)
-    lines += ["", f"{passed} of {len(results)} cases pass. The battery does not test the cases of empty cells.", ""]
+        for backend in backends:
+            ran = [result for result in results if (result["library"], result["backend"]) == (library, backend)]
+            cells = {result["case"]: MARKS[not result["error"]] for result in ran}
+            versions = {f"{package} {result['version']}" for result in ran} or {"not run"}
+            row = [library, " ".join(versions), backend, *(cells.get(case, "") for case in CASES)]
+            lines.append(f"| {' | '.join(row)} |")
+    lines.append("")
+    for backend in backends:
+        errors = [result["error"] for result in results if result["backend"] == backend]
+        lines.append(f"{backend}: {errors.count(None)} of {len(errors)} cases pass.")
+    lines += ["The battery does not test the cases of empty cells.", ""]
     lines += [f"- **{case}**: {meaning}" for case, meaning in MEANING.items()]
     failures = [result for result in results if result["error"]]
     if failures:
         lines += ["", "| failure | error |", "|---|---|"]
     for result in failures:
         reason = result["error"].splitlines()[0].replace("|", "\\|")[:300]
-        lines.append(f"| {result['library']}, {result['case']} | {reason} |")
+        lines.append(f"| {result['library']}, {result['case']}, {result['backend']} | {reason} |")
     lines += [
         "",
         "This file is generated: `python tests/battery/run_battery.py PYTHON ... --write`. Each PYTHON has some of the libraries",
         "([versions](../../tests/battery/requirements.txt), [for openai 2](../../tests/battery/requirements_openai2.txt)).",
+        "A [workflow](../../.github/workflows/clients.yml) runs it each night with the newest releases.",
         "",
     ]
     return "\n".join(lines)
@@ -118,21 +122,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("python", nargs="+")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--backend", choices=("embedded", "vllm"), default="embedded")
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
     options = parser.parse_args()
-    if options.write and options.backend != "embedded":
-        parser.error("the page is about the embedded engine")
     results: list[dict[str, Any]] = []
-    with endpoint(options.backend) as url:
-        for library in PACKAGES:
-            python = next((python for python in options.python if has(python, library)), None)
-            results += run_library(python, library, url) if python else []
-    for result in results:
-        if result["error"]:
-            print(f"{result['library']} {result['version']}, {result['case']}: {result['error']}")
-    print(f"{sum(result['error'] is None for result in results)} of {len(results)} cases pass")
+    for backend in options.backend:
+        with endpoint(backend) as url:
+            for library in PACKAGES:
+                python = next((python for python in options.python if has(python, library)), None)
+                for result in run_library(python, library, url) if python else []:
+                    results.append({**result, "backend": backend})
+                    if result["error"]:
+                        print(
+                            f"{library} {result['version']}, {result['case']}, {backend}: {result['error']}", flush=True
+                        )
+    passed = sum(result["error"] is None for result in results)
+    print(f"{passed} of {len(results)} cases pass")
     if options.write:
         PAGE.write_text(page(results), encoding="utf-8")
+    sys.exit(passed < len(results) or not results)
 
 
 if __name__ == "__main__":

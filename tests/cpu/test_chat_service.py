@@ -397,6 +397,36 @@ def test_a_reader_that_does_not_read_buffers_one_piece_per_choice(n: int) -> Non
 # With the client and a session ------------------------------------------------------------------------------------
 
 
+def test_a_response_that_may_have_one_call_ends_behind_it_and_the_next_turn_continues_its_tokens() -> None:
+    call = hermes("look_up", ARGUMENTS)
+    renderer, answer = chat_renderer(QWEN), encode(QWEN, f"so {call}")
+    prompt = renderer.render(ASK, TOOLS)
+
+    async def scenario() -> None:
+        said = encode(QWEN, f"so {call}\n{call}<|im_end|>")
+        engine = ScriptedEngine(lambda tokens, _: said[len(tokens) - len(prompt)], free_running=True)
+        client = InferenceEngineClient([engine], chat_tokenizer(QWEN), QWEN)
+        chat, session = ChatService(client, renderer), Session("s", renderer)
+        await publish(client, 0)
+        (choice,) = (await chat.complete(ChatRequest(ASK, tools=tuple(TOOLS), single_call=True), session)).choices
+        assert choice.generation.token_ids == answer and choice.finish_reason == "tool_calls"
+        (made,) = choice.message.tool_calls
+        result = {"role": "tool", "content": "sunny", "tool_call_id": made.id}
+        asked = ChatRequest((*ASK, choice.message.to_openai(), result), tools=tuple(TOOLS), single_call=True)
+        following, reused = await chat.prompt(asked, session)
+        assert following[:reused] == prompt + answer == following[: len(prompt) + len(answer)]
+        assert chat_tokenizer(QWEN).decode(following[reused:]).startswith("<|im_end|>")
+        (choice,) = (await chat.complete(ChatRequest(ASK, tools=tuple(TOOLS)))).choices
+        assert len(choice.message.tool_calls) == 2
+        await client.teardown()
+
+    run(scenario())
+    assert chat_renderer("meta-llama/Llama-3.2-1B-Instruct").end_of_call() == ()
+    for name in ("deepseek-ai/DeepSeek-V3", "generic without mark tokens", "thinkingmachines/Inkling"):
+        with pytest.raises(ConfigError, match="parallel_tool_calls is false"):
+            chat_renderer(name).end_of_call()
+
+
 def test_a_conversation_over_an_update_and_the_next_turn_is_token_exact() -> None:
     said = "<think>\nhm\n</think>\n\n" + hermes("look_up", ARGUMENTS) + "<|im_end|>"
     renderer = chat_renderer(QWEN)

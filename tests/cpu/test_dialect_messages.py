@@ -167,11 +167,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "required"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type", "auto, any, tool or none"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "required"),
-        (
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            "tool_choice.disable_parallel_tool_use",
-            "one call",
-        ),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display", "always shown"),
         ({"temperature": -1}, "temperature", "at least 0"),
         ({"top_p": 0}, "top_p", "above 0"),

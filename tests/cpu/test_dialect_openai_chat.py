@@ -129,7 +129,6 @@ def test_null_is_the_same_as_nothing() -> None:
         ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"continue_final_message": True}, "messages[0]"),
         ({"continue_final_message": True, "messages": [{"role": "assistant", "content": " "}]}, "messages[0]"),
         (

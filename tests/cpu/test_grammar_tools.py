@@ -249,7 +249,7 @@ def test_reasoning_that_the_prompt_opens_is_free_and_the_grammar_holds_behind_it
 def test_the_dialects_read_every_choice(choice: str, expected: tuple[str, str | None]) -> None:
     message, named = {"role": "user", "content": "x"}, choice == "look"
     chat = {"type": "function", "function": {"name": choice}} if named else choice
-    one = {"parallel_tool_calls": choice not in ("required", "look")}  # a forced call is the only one
+    one = {"parallel_tool_calls": False}
     requests = [
         openai_chat.parse({"model": "m", **one, "messages": [message], "tools": TOOLS, "tool_choice": chat}).request
     ]
@@ -260,10 +260,14 @@ def test_the_dialects_read_every_choice(choice: str, expected: tuple[str, str | 
     requests.append(call.request)
     kind = {"required": "any", "look": "tool"}.get(choice, choice)
     block = {"type": kind, **({"name": choice} if named else {})}
+    if kind != "none":
+        block["disable_parallel_tool_use"] = True
     schemas = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
     body = {"model": "m", "max_tokens": 9, "messages": [message], "tools": schemas, "tool_choice": block}
     requests.append(anthropic.parse(body).request)
     assert [(request.tool_choice, request.forced_tool) for request in requests] == [expected] * 3
+    if choice == "auto":  # a forced call is the only one
+        assert all(request.single_call for request in requests)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

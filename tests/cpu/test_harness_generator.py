@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from harness import TOKENIZER, Harness
 from harness_worlds import CURRENT, batch, harness
 from scripted import ScriptedEngine, pass_time, scripted_update, settle
 
+from skyrl_train.build.checks import check_import_paths
+from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import GeneratorConfig
 from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RolloutError
 from skyrl_train.events.log import EventLog
@@ -230,6 +233,43 @@ async def test_an_agent_is_given_the_public_url(public: str) -> None:
     async with harness(endpoint={"public_url": public}) as it:
         output = await it.play(run)
     assert len(output["response_ids"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("{public_url: http://host}", "its port a free one"),
+        ("{public_uri: http://host}", "endpoint.public_uri is unknown. Did you mean public_url"),
+        ("text", "endpoint must be a mapping"),
+    ],
+)
+def test_a_wrong_setting_of_the_endpoint_is_found_by_a_plan(endpoint: str, message: str) -> None:
+    settings = ["generator.name=harness", "generator.kwargs.agent=json:dumps", f"generator.kwargs.endpoint={endpoint}"]
+    config = compose("quickstart", settings)
+    with pytest.raises(ConfigError, match=message):
+        check_import_paths(config)
+
+
+@pytest.mark.parametrize("answers", ["the endpoint", "another program", "nobody"])
+async def test_a_public_url_that_does_not_lead_here_is_a_warning(
+    answers: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok")
+        writer.close()
+
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))  # without listen() it refuses connections, and nobody else gets the port
+    port = taken.getsockname()[1]
+    server = await asyncio.start_server(other, sock=taken) if answers == "another program" else None
+    public = "http://127.0.0.1:{port}" if answers == "the endpoint" else f"http://127.0.0.1:{port}/{{port}}"
+    async with harness(endpoint={"public_url": public}):
+        pass
+    warned = [record.getMessage() for record in caplog.records if "public_url" in record.getMessage()]
+    (taken if server is None else server).close()
+    expected = {"another program": "is answered by another program", "nobody": "does not answer"}
+    assert len(warned) == (answers in expected) and all(expected[answers] in text for text in warned)
 
 
 @pytest.mark.parametrize("end", ["reward", "error", "time limit", "cancelled"])

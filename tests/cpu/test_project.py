@@ -254,6 +254,19 @@ def test_the_gpu_workflow_runs_nothing_but_a_commit_that_a_maintainer_names() ->
         assert "${{" not in "".join(step.get("run", "") for step in job["steps"]), "an input could be a command"
 
 
+def test_a_nightly_job_drives_the_newest_releases_of_the_client_libraries() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "clients.yml").read_text())
+    assert workflow[True]["schedule"]  # YAML reads the key `on` as true
+    commands = [step["run"] for step in workflow["jobs"]["battery"]["steps"] if "run" in step]
+    (install,) = [command for command in commands if "sed" in command]
+    program = install.partition("sed '")[2].partition("'")[0]
+    for path in sorted((ROOT / "tests" / "battery").glob("requirements*.txt")):
+        assert path.stem in install and f".battery/{path.stem}/bin/python" in "".join(commands)
+        newest = subprocess.run(["sed", program, path], check=True, capture_output=True, text=True).stdout
+        packages = [re.findall(r"^[a-z][^=\s]*", text, re.MULTILINE) for text in (path.read_text(), newest)]
+        assert "==" not in newest and packages[0] == packages[1] != []
+
+
 def test_the_gpu_tests_fail_in_ci_where_they_would_be_skipped(tmp_path: Path, forks: Forks) -> None:
     steps = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu.yml").read_text())["jobs"]["test"]["steps"]
     (step,) = [step for step in steps if "pytest tests/gpu" in step.get("run", "")]

@@ -6,13 +6,15 @@ import asyncio
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
-from vllm_engines import ALPHABET, CONTEXT, TOLERANCE, Served, greedy_after, request, tiny_model
+from vllm_engines import ALPHABET, CONTEXT, TOLERANCE, Served, full_logprobs, greedy_after, request, tiny_model
 from vllm_engines import token_logprobs as reference
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.grammar import Grammars
 from skyrl_train.inference.interface import InferenceEngineOutput, SamplingParams, StopReason, StructuredOutput
 from skyrl_train.inference.requests import GenerationRequest
 from skyrl_train.models.tiny import character_tokenizer
@@ -82,6 +84,54 @@ def check(output: InferenceEngineOutput, prompt: list[int], length: int) -> None
     assert output["stop_reasons"] == ["length"]
     assert logprobs == pytest.approx(reference(tiny_model(0), prompt, tokens), abs=TOLERANCE)
     assert output["response_versions"][0] == sorted(output["response_versions"][0])
+
+
+GRAMMARS = [
+    StructuredOutput("regex", "(([a-c]{3}|7)x){9,30}"),
+    StructuredOutput("regex", "[a-f0-9]{20,90}[.]"),
+    StructuredOutput("grammar", 'start: "[" pair ("," pair)* "]"\npair: /[abc]+/ ":" ("1" | start)'),
+    StructuredOutput(
+        "json_schema",
+        '{"type": "array", "minItems": 4, "items": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}, '
+        '"n": {"type": "integer"}}, "required": ["a", "n"], "additionalProperties": false}, "x-guidance": '
+        '{"whitespace_flexible": false}}',
+    ),
+]
+SCHEDULES = 12  # of one round: each response begins at another place, and meets other interruptions
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 25))])
+async def test_any_schedule_of_interruptions_gives_the_uninterrupted_response_under_a_grammar(
+    vllm: Served, seed: int
+) -> None:
+    chance, client = random.Random(seed), client_of(vllm)
+    asked = [
+        GenerationRequest(
+            [chance.randrange(3, 40) for _ in range(chance.choice([1, 5, 30, 140]))],
+            SamplingParams(
+                max_tokens=chance.randrange(10, 130), temperature=0.0, structured=GRAMMARS[n % len(GRAMMARS)]
+            ),
+        )
+        for n in range(SCHEDULES)
+    ]
+    calls = asyncio.gather(*map(client.complete, asked))
+    await interrupted(client, vllm, chance.choice([[PauseMode.ABORT], list(PauseMode)]), chance, calls)
+    responses = await calls
+    assert max(len(set(got.versions)) for got in responses) > 1, "nothing was interrupted, so this shows nothing"
+    grammars = Grammars(character_tokenizer(ALPHABET), tiny_model(0).config)
+    for each, got in zip(asked, responses, strict=True):
+        assert got.restarts == 0 and each.params.structured is not None
+        logits = full_logprobs(tiny_model(0), each.prompt_token_ids, got.token_ids)
+        expected = []
+        for row, mask in zip(logits, grammars.replay(each.params.structured, got.token_ids), strict=True):
+            allowed = torch.from_numpy(np.unpackbits(mask, bitorder="little")[: len(row)]).bool()
+            best = row.masked_fill(~allowed, -torch.inf).log_softmax(-1).max(-1)
+            expected.append((int(best.indices), float(best.values)))
+        assert got.token_ids == [token for token, _ in expected], "the most likely token of those that are allowed"
+        assert got.logprobs == pytest.approx([logprob for _, logprob in expected], abs=TOLERANCE)
+        ended = got.token_ids[-1] == 1
+        assert got.stop_reason is (StopReason.STOP if ended else StopReason.LENGTH)
+        assert ended or len(got.token_ids) == each.params.max_tokens
 
 
 async def test_engine_and_trainer_agree_over_a_conversation_interrupted_twice(vllm: Served) -> None:

@@ -141,9 +141,7 @@ class ToolChoiceAuto(RequestBody):
     """The model decides whether to call tools."""
 
     type: Literal["auto"]
-    disable_parallel_tool_use: Annotated[
-        Any, Unsupported("nothing here can keep a model to one call per answer", False)
-    ] = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class ToolChoiceAny(RequestBody):
@@ -276,6 +274,8 @@ class CountTokensBody(RequestBody):
             tools=tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()),
             tool_choice=_TOOL_CHOICES["auto" if self.tool_choice is None else self.tool_choice.type],
             forced_tool=self.tool_choice.name if isinstance(self.tool_choice, ToolChoiceTool) else None,
+            single_call=isinstance(self.tool_choice, ToolChoiceAuto)
+            and bool(self.tool_choice.disable_parallel_tool_use),
             template_kwargs=template_arguments(effort, {**thinking, **(self.chat_template_kwargs or {})}),
             continue_final=continue_final,
         )

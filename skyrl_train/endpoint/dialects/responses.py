@@ -44,7 +44,6 @@ from skyrl_train.inference.openai.messages import (
     FORCED_NOTE,
     PARALLEL_NOTE,
     TEXT_OR_NAMED,
-    check_parallel_calls,
     function_tool,
 )
 
@@ -345,7 +344,6 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         for tool in read.tools or ()
     ]
     # Responses have one choice per request, so n is never set.
-    check_parallel_calls(read.parallel_tool_calls, read.tool_choice)
     params = read.sampling_params(
         read.max_output_tokens,
         seed=read.seed,
@@ -361,6 +359,7 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         tools=tuple(tools),
         tool_choice="required" if named is not None else read.tool_choice or "auto",  # type: ignore[arg-type]
         forced_tool=None if named is None else named.name,
+        single_call=read.parallel_tool_calls is False,
         template_kwargs=template_arguments(effort, read.chat_template_kwargs),
         grammar_field=read.grammar_field,
         logprobs=logprobs,

@@ -15,11 +15,14 @@ import logging
 import math
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.keys import did_you_mean
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+_PUBLIC_URL_TIMEOUT_S = 5.0
 
 
 class HarnessGenerator(GeneratorInterface):
@@ -98,7 +102,8 @@ class HarnessGenerator(GeneratorInterface):
         # Separate for each phase: evaluation agents that queue behind training agents would only time out.
         self._running = {phase: asyncio.Semaphore(max_concurrency) for phase in ("train", "eval")}
         limits = _dataclass(SessionLimits, session_limits or {}, "session_limits")
-        server_settings = _dataclass(ServerSettings, endpoint or {}, "endpoint")
+        server_settings = self.endpoint_settings({"endpoint": endpoint})
+        self._has_public_url = server_settings.public_url is not None
         self._sampling = RunSampling(client, agents_choose=agents_choose_sampling)
         self._outside_may_begin: Callable[[], bool] = lambda: True  # see pace()
         self._store = SessionStore(
@@ -126,13 +131,28 @@ class HarnessGenerator(GeneratorInterface):
         else:
             self._agent = FunctionAgent(import_name(str(agent), "generator.kwargs.agent", "function"), str(agent))
 
+    @staticmethod
+    def endpoint_settings(kwargs: Mapping[str, Any]) -> ServerSettings:
+        """Return the settings of the endpoint in ``generator.kwargs``.
+
+        Raises:
+            ConfigError: one is unknown or invalid.
+        """
+        return _dataclass(ServerSettings, kwargs.get("endpoint") or {}, "endpoint")
+
     async def start(self) -> None:
-        """Open the endpoint.
+        """Open the endpoint. A public URL at which it cannot be reached from here is a warning: an agent may be elsewhere.
 
         Raises:
             ConfigError: the address cannot be bound.
         """
         self._base_url = await self._server.start()
+        if self._has_public_url and (problem := await _unreachable(self._base_url)):
+            logger.warning(
+                "generator.kwargs.endpoint.public_url: %s, asked from this machine. Agents that are to use this URL run in "
+                "another network, or they will fail: check its host, its port and the proxy between.",
+                problem,
+            )
 
     async def aclose(self) -> None:
         """Close the endpoint and cancel its requests. Idempotent."""
@@ -287,8 +307,21 @@ class HarnessGenerator(GeneratorInterface):
             raise AgentError(f"it raised {error!r} ({place})") from error
 
 
+async def _unreachable(base_url: str) -> str | None:
+    """Return why this process cannot reach its endpoint at ``base_url``; None: it can. A request finds its own id there."""
+    url, mark = f"{base_url.removesuffix('/v1')}/health", str(uuid.uuid4())
+    try:
+        async with httpx.AsyncClient(timeout=_PUBLIC_URL_TIMEOUT_S) as client:
+            response = await client.get(url, headers={"x-request-id": mark})
+    except httpx.HTTPError as error:
+        return f"{url} does not answer ({type(error).__name__}: {error})"
+    return None if response.headers.get("x-request-id") == mark else f"{url} is answered by another program"
+
+
 def _dataclass(cls: type[T], values: Mapping[str, Any], setting: str) -> T:
     """Return ``cls(**values)``; an unknown name raises ConfigError with the closest known one."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"generator.kwargs.{setting} must be a mapping of names to values, got {values!r:.100}.")
     known = getattr(cls, "__dataclass_fields__")  # noqa: B009  # the type of any dataclass has no such attribute
     for name in values:
         if name not in known:

@@ -75,6 +75,7 @@ class ToolFormat:
         call: a block of one call, with ``{name}`` and ``{arguments}``. ``{line}`` is a line break that not all models of the
             format write.
         argument: one argument, with ``{key}`` and ``{value}``, which a tag closes. Empty: the arguments are one JSON object.
+        several: a block may have several calls.
     """
 
     function: str
@@ -82,6 +83,7 @@ class ToolFormat:
     typed: bool = False
     call: str = ""
     argument: str = ""
+    several: bool = False
 
     def grammar(self, tools: Tools, token_ids: Mapping[str, int]) -> str:
         """Return a grammar in llguidance's variant of Lark that allows one block with one call of one of ``tools``.
@@ -288,10 +290,8 @@ def _call(attempt: ParsedToolCall) -> CallText:
 
 
 _TOOL_CALL = {"tool_call_id": "<tool_call>", "tool_call_end_id": "</tool_call>"}
-_ARGUMENT_TAGS = {
-    "call": "<tool_call>{name}{line}{arguments}</tool_call>",
-    "argument": "<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}",
-}
+_TAGGED_CALL = "<tool_call>{name}{line}{arguments}</tool_call>"
+_TAGGED_ARGUMENT = "<arg_key>{key}</arg_key>{line}<arg_value>{value}</arg_value>{line}"
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "qwen3": ToolFormat(  # JSON, as Hermes writes it
         "parse_qwen3",
@@ -315,15 +315,17 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
             "arg_value_end_id": "</arg_value>",
         },
         typed=True,
-        **_ARGUMENT_TAGS,
+        call=_TAGGED_CALL,
+        argument=_TAGGED_ARGUMENT,
     ),
-    "laguna": ToolFormat("parse_laguna_xs2", _TOOL_CALL, typed=True, **_ARGUMENT_TAGS),
+    "laguna": ToolFormat("parse_laguna_xs2", _TOOL_CALL, typed=True, call=_TAGGED_CALL, argument=_TAGGED_ARGUMENT),
     "minimax": ToolFormat(
         "parse_minimax",
         {"tool_call_id": "<minimax:tool_call>", "tool_call_end_id": "</minimax:tool_call>"},
         typed=True,
         call='<minimax:tool_call>\n<invoke name="{name}">\n{arguments}</invoke>\n</minimax:tool_call>',
         argument='<parameter name="{key}">{value}</parameter>\n',
+        several=True,
     ),
     "deepseek-v3": ToolFormat(
         "parse_deepseek_v3",
@@ -336,6 +338,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         },
         call="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        several=True,
     ),
     "kimi-k2": ToolFormat(
         "parse_kimi_k2",
@@ -348,6 +351,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         },
         call="<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{arguments}"
         "<|tool_call_end|><|tool_calls_section_end|>",
+        several=True,
     ),
     # The whole response is one JSON object.
     "llama-3": ToolFormat("parse_llama_3", {}, call='{"name": "{name}", "parameters": {arguments}}'),

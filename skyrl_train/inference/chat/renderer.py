@@ -345,6 +345,23 @@ class ChatRenderer:
             )
         return StructuredOutput("grammar", form.grammar(tools, self._token_ids))
 
+    def end_of_call(self) -> tuple[int, ...]:
+        """Return the tokens that end a call; none for a format in which a response is one call.
+
+        Raises:
+            ConfigError: the mark behind a call has no token, or is not behind each call.
+        """
+        form = None if self._format is None else self._format.tools
+        if form is not None and not form.marks:
+            return ()
+        end = None if form is None or form.several else self._token_ids.get([*form.marks.values()][1])
+        if end is None:
+            raise ConfigError(
+                f"parallel_tool_calls is false: nothing here can end a response behind its first call in the format of "
+                f"{self._name!r}. Leave it out, or force a call with tool_choice, which is then the only one."
+            )
+        return (end,)
+
     def answer_or_call(self, structured: StructuredOutput, tools: Messages) -> StructuredOutput:
         """Return the grammar of a response that follows ``structured``, or is one call of one of ``tools``.
 

@@ -82,6 +82,7 @@ class ChatRequest:
         tools: OpenAI tool specifications (``{"type": "function", "function": {...}}``).
         tool_choice: "none" hides the tools from the model; "required" forces one call.
         forced_tool: the tool that "required" forces; None: any of ``tools``.
+        single_call: the response ends behind its first tool call. "required" is one call in any case.
         adapter: a LoRA adapter by name; None: the policy.
         template_kwargs: further arguments of the chat template (``enable_thinking``).
         continue_final: the response continues the last message, which is the assistant's and has text, instead of beginning one.
@@ -96,6 +97,7 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: Literal["auto", "none", "required"] = "auto"
     forced_tool: str | None = None
+    single_call: bool = False
     adapter: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final: bool = False

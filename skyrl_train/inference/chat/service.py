@@ -216,6 +216,9 @@ class ChatService:
             session.check_room(params.n, plan=plan, sampled_tokens=params.n * least)
         # A chat format may end a turn with other tokens than the model's end of sequence.
         ends = () if params.ignore_eos else self.renderer.stop_token_ids
+        # A grammar allows one call at most, and would take the mark for an end of the answer.
+        if request.single_call and tools and params.structured is None:
+            ends = (*ends, *self.renderer.end_of_call())
         params = dataclasses.replace(
             params,
             n=1,

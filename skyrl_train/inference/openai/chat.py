@@ -33,7 +33,6 @@ from skyrl_train.inference.openai.messages import (
     NamedTool,
     ToolChoice,
     Tools,
-    check_parallel_calls,
     check_prefill,
     plain_messages,
     plain_tools,
@@ -104,7 +103,6 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         raise DialectError("max_tokens and max_completion_tokens contradict each other.", "max_tokens", "invalid_value")
     if read.top_logprobs and not read.logprobs:
         raise DialectError("top_logprobs is only allowed with logprobs: true.", "top_logprobs", "invalid_value")
-    check_parallel_calls(read.parallel_tool_calls, read.tool_choice)
     continue_final = bool(read.continue_final_message)
     if read.add_generation_prompt is not None and read.add_generation_prompt == continue_final:
         raise DialectError(
@@ -130,6 +128,7 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         tools=plain_tools(read.tools),
         tool_choice="required" if isinstance(read.tool_choice, NamedTool) else read.tool_choice or "auto",
         forced_tool=read.tool_choice.function.name if isinstance(read.tool_choice, NamedTool) else None,
+        single_call=read.parallel_tool_calls is False,
         template_kwargs=template_arguments(read.reasoning_effort, read.chat_template_kwargs),
         continue_final=continue_final,
         grammar_field=read.grammar_field,

@@ -59,6 +59,7 @@ class CalledFunction(RequestBody):
 
     name: NonEmpty
     arguments: str
+    parsed_arguments: Any = ignored("openai's SDK sends what it read from a stream back")
 
 
 class ToolCallBody(RequestBody):
@@ -203,14 +204,4 @@ ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag("=text")] | Annotated[NamedTool, Tag("=named")], TEXT_OR_NAMED
 ]
 FORCED_NOTE = "auto, none, required (one call) or a named function; forced calls where the engines can be guided"
-PARALLEL_NOTE = "false only with a forced call, which is one; nothing else keeps a model to one call per answer"
-
-
-def check_parallel_calls(allowed: bool | None, tool_choice: object) -> None:
-    """Raise DialectError if parallel calls are not ``allowed`` although no single call is forced."""
-    if allowed is False and tool_choice in (None, "auto", "none"):
-        raise DialectError(
-            "parallel_tool_calls is false: nothing here can keep a model to one call per answer, unless tool_choice forces it.",
-            "parallel_tool_calls",
-            "unsupported_parameter",
-        )
+PARALLEL_NOTE = "false: the response ends behind its first call"
