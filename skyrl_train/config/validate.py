@@ -422,6 +422,12 @@ def _engines(config: RunConfig) -> Errors:
         )
     if engine.backend == "vllm":
         yield from _engine_gpus(config)
+        # The engine refuses them too, but only after the job has waited for its machines. The plan counts GPUs by the settings.
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_num_seqs", "max_model_len", "dtype"):
+            if name in engine.engine_args:
+                yield f"{ENGINE}.engine_args.{name}: set {ENGINE}.{name}={engine.engine_args[name]} instead."
+        if "data_parallel_size" in engine.engine_args:
+            yield f"{ENGINE}.engine_args.data_parallel_size: start more engines instead ({ENGINE}.num_engines)."
         if engine.engine_args.get("speculative_config") and config.generator.sampling_params.min_p > 0:
             yield (
                 f"generator.sampling_params.min_p={config.generator.sampling_params.min_p} with {ENGINE}.engine_args."

@@ -85,15 +85,17 @@ class VerbWithSettings(TyperCommand):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        app(sys.argv[1:] if argv is None else list(argv), prog_name="skyrl-train")
+        app(words, prog_name="skyrl-train")
     except SkyRLError as error:
         from rich.console import Console
 
         from skyrl_train.observability.failures import user_frame
 
         place = user_frame("".join(traceback.format_exception(error)), own_only=True)
-        code = [f"The code that failed: {place}. `skyrl-train try` shows the traceback of one group."] if place else []
+        hint = "" if words[:1] == ["try"] else " `skyrl-train try` shows the traceback of one group."
+        code = [f"The code that failed: {place}.{hint}"] if place else []
         text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), *code])
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1

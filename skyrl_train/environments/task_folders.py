@@ -49,7 +49,7 @@ PROTOCOL = (
     "You work in a Linux container. To run a command, write it in a fenced block that begins with ```bash. You then see its "
     "output. Each command runs in a new shell; files stay. When the task is done, answer without a block."
 )
-_COMMAND = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)```", re.DOTALL)
+_COMMAND = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)(```|\Z)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _UNSUPPORTED = {"steps", "environment.tpu", "environment.gpus", "environment.mcp_servers", "environment.healthcheck"}
 _DOCKER = "docker"
@@ -522,7 +522,8 @@ class TaskFolder(Environment):
     def step(self, action: str) -> EnvironmentStep:
         container = self._container
         assert container is not None, "init() comes first"
-        blocks = _COMMAND.findall(action)
+        # The end of a block may have been a stop text, but a block that was cut off is no command.
+        blocks = [block for block, end in _COMMAND.findall(action) if end or self._stop_reason == "stop"]
         self._turns_left -= 1
         output = ""
         if blocks:

@@ -200,6 +200,11 @@ def test_a_setting_without_effect_in_asynchronous_training_is_a_warning(override
             ],
             "vLLM has no min_p with speculative decoding",
         ),
+        (
+            [f"{ENGINE}.backend=vllm", f"{ENGINE}.engine_args={{tensor_parallel_size: 4}}"],
+            f"set {ENGINE}.tensor_parallel_size=4 instead",
+        ),
+        ([f"{ENGINE}.backend=vllm", f"{ENGINE}.engine_args={{data_parallel_size: 4}}"], f"({ENGINE}.num_engines)"),
     ],
 )
 def test_settings_that_work_in_no_mode_are_errors(overrides: list[str], expected: str) -> None:

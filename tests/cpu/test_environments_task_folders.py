@@ -215,7 +215,7 @@ def test_the_tests_write_the_reward(
 
 @pytest.mark.usefixtures("bubblewrap")
 def test_an_episode_ends_without_a_command_at_the_last_turn_and_when_cut_off(tmp_path: Path) -> None:
-    folder = write(tmp_path, tests__test_sh="echo 0.$(cat /app/n) > /logs/verifier/reward.txt")
+    folder = write(tmp_path, tests__test_sh="echo 0.$(cat /app/n || echo 0) > /logs/verifier/reward.txt")
     episode = environment(folder)
     assert episode.step("First.\n```bash\nfalse\n```\nThen:\n```sh\necho 1 > n; echo yes\n```") == {
         "observations": [{"role": "user", "content": "yes\n"}],
@@ -230,12 +230,18 @@ def test_an_episode_ends_without_a_command_at_the_last_turn_and_when_cut_off(tmp
     assert last.step("```bash\necho 5 > n\n```")["reward"] == 0.5
     cut = environment(folder)
     cut.observe_stop("length")
-    assert cut.step("```bash\necho 6 > n\n```")["done"]
+    assert cut.step("```bash\necho 6 > n\n```")["reward"] == 0.6
+    cut_in_a_command = environment(folder)
+    cut_in_a_command.observe_stop("length")
+    assert cut_in_a_command.step("```bash\necho 7 > n")["reward"] == 0.0
+    ended_by_a_stop_text = environment(folder)
+    assert not ended_by_a_stop_text.step("```bash\necho 7 > n\n")["done"]
+    assert ended_by_a_stop_text.step("Done.")["reward"] == 0.7
     slow = environment(folder, command_s=0.3)
     assert slow.step("```bash\nsleep 1000\n```")["observations"][0]["content"] == "\n[ended after 0.3 s]"
     long = environment(folder, max_output_chars=10)
     assert long.step("```bash\nseq 100000\n```")["observations"][0]["content"].startswith("1\n2\n3\n[")
-    for open_one in (last, cut, slow, long):
+    for open_one in (last, cut, cut_in_a_command, ended_by_a_stop_text, slow, long):
         open_one.close()
 
 

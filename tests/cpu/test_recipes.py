@@ -116,6 +116,24 @@ def test_a_recipe_fits_the_gpu_that_it_names_with_its_engine(recipe: str) -> Non
     assert plan.config.trainer.micro_batch_tokens >= plan.max_model_len
 
 
+def test_the_recipe_for_four_nodes_fits_them_and_is_launched_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = RECIPES / "gsm8k" / "four_nodes.yaml"
+    there = machine_plan(resolve(compose(str(path), []), 7_473), Cluster(4, 8, "H100"))
+    assert (there.problems, there.tight) == ((), ()) and there.step is not None
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "test"):
+        rows = tmp_path / "data" / "gsm8k" / f"{name}.parquet"
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(converted("gsm8k") * 256), rows)
+    (tmp_path / "four_nodes.yaml").write_text(path.read_text())
+    (tmp_path / "gsm8k.yaml").write_text((path.parent / "gsm8k.yaml").read_text())
+    assert main(["launch", "slurm", "four_nodes.yaml"]) == 0
+    assert "4 nodes with Ray" in capsys.readouterr().out
+    assert "#SBATCH --nodes=4" in (tmp_path / "launch" / "gsm8k-four-nodes" / "slurm.sh").read_text()
+
+
 def test_a_recipe_without_checkpointing_would_not_fit() -> None:
     """The check above fails where it should: these are settings that the recipes had."""
     machine = Machine(main_memory_bytes=2**60, gpu_bytes=(GPU_KINDS["H100"].memory_bytes,))

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from skyrl_train.inference.engines.embedded.cache import BUCKET_TOKENS, SlotCache, bucket
+from skyrl_train.models.folder import quiet_transformers
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,8 @@ class _Pass(torch.nn.Module):
 
 def _capture(step: _Pass, inputs: tuple[torch.Tensor, ...]) -> Callable[..., torch.Tensor]:
     # catch_warnings changes the whole process, in which other engines may start.
-    with _one_capture, warnings.catch_warnings(record=True) as caught:
+    # Tracing reads every property of the model, also its loss function, which warns.
+    with _one_capture, quiet_transformers(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TracerWarning)
         graph = torch.jit.trace(step, inputs, check_trace=False)
     for warning in caught:
