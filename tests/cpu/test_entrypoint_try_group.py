@@ -83,6 +83,7 @@ def test_code_that_fails_is_shown_with_its_traceback(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr()
     assert f'{Path(__file__).name}", line ' in shown.out
     assert "KeyError: 'no_such_column'" in shown.out
+    assert "The code that failed: " in shown.err and "skyrl-train try" not in shown.err, "which is what was done"
     assert shown.err.startswith("RolloutError: ")
 
 
