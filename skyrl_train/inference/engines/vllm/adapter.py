@@ -74,10 +74,11 @@ def start_async_llm(settings: VLLMSettings) -> Any:
     check_devices(settings, on_cpu=on_cpu, num_gpus=num_gpus)
     # Without names, vLLM takes the first ones.
     devices = range(min(num_gpus, settings.num_ranks)) if settings.devices is None else settings.devices
+    logged = {} if settings.log_file is None else {LOG_VARIABLE: settings.log_file}
     with (
         alone_on(map(current_platform.device_id_to_physical_device_id, devices)),
-        environment({OWNER_VARIABLE: str(os.getpid()), **process_environment(settings, on_cpu=on_cpu)}),
-        environment({} if settings.log_file is None else {LOG_VARIABLE: settings.log_file}),
+        # One call: a second one with other settings would wait for this one's end.
+        environment({OWNER_VARIABLE: str(os.getpid()), **logged, **process_environment(settings, on_cpu=on_cpu)}),
     ):
         try:
             with _configuring:
