@@ -322,9 +322,11 @@ export class Lanes {
     }
     const strip = Math.max(1, (height - 2) / group.samples), thick = Math.max(1, strip > 2.5 ? strip - 1 : strip);
     c.fillStyle = this.ink.soft;
+    c.globalAlpha *= 0.4;
     for (const [sample, t0, t1] of group.agents) {
       c.fillRect(this.x(t0), top + 1 + (sample ?? 0) * strip + thick / 2 - 0.5, this.x(t1) - this.x(t0), 1);
     }
+    c.globalAlpha = faded ? 0.25 : 1;
     for (const [sample, submitted, , , stop, , segments] of group.requests) {
       const y = top + 1 + (sample ?? 0) * strip;
       const first = segments.length ? segments[0][2] : null;
