@@ -87,7 +87,7 @@ class Colocation:
         if self._offloads:
             began = self._clock()
             if self._client.restage is not None:  # a copy for engines that restarted in the other turn
-                await asyncio.to_thread(self._syncer.release)
+                await asyncio.to_thread(self._backend.release_staging, self._syncer.transport)
             await self._training.run(self._backend.reload_states)
             times["time/reload_states"] = self._clock() - began
         return times
@@ -119,7 +119,7 @@ class Colocation:
         times |= await self._syncer.send(staged)
         if self._offloads:
             # An engine that is restarted later asks for another staging copy.
-            gone = await asyncio.to_thread(self._syncer.release)
+            gone = await asyncio.to_thread(self._backend.release_staging, self._syncer.transport)
             self._client.restage = self._restage if gone else None
         began = self._clock()
         with self._client.events.span("wake_up", version):

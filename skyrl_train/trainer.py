@@ -85,6 +85,7 @@ class TrainerComponents:
     clock: Callable[[], float] = field(default=time.perf_counter)
     events: EventLog = NO_EVENTS  # the record of the run
     training_flops: TrainingFlops | None = None  # of the policy's passes; None: unknown, or on no GPU
+    release_resources: Callable[[], None] = lambda: None  # of a cluster, when all that computes has ended; blocks
 
 
 class PPOTrainer:
@@ -557,5 +558,6 @@ class PPOTrainer:
             ]
         )
         self.components.syncer.close()
+        await asyncio.to_thread(self.components.release_resources)
         self.components.reporter.close()
         return errors

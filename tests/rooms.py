@@ -48,7 +48,7 @@ ROOMS = {
         "transports", "delta_transport", "gloo_transport", "shared_memory_transport", "weight_checksums", "weight_staging",
         "lora_weight_sync",
     ),
-    "workers": ("hosting", "executors", "ray_engine", "rollout_actors"),
+    "workers": ("hosting", "executors", "ray_engine", "reservation", "rollout_actors"),
 }  # fmt: skip
 
 

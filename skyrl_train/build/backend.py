@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skyrl_train.build.processes import StartedProcesses
 from skyrl_train.config import derive
+from skyrl_train.config.cluster import CRITIC_RANKS, POLICY_RANKS
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
 from skyrl_train.errors import ConfigError
@@ -16,26 +18,35 @@ from skyrl_train.training.local_backend import LocalBackend, LocalCritic
 from skyrl_train.training.process import TrainingProcess
 from skyrl_train.training.process_backend import ProcessBackend, ProcessCritic
 
+if TYPE_CHECKING:  # Ray need not be installed
+    from skyrl_train.workers.reservation import Reservation
+
 
 def build_backend(
-    config: RunConfig, plan: Plan, model_path: str, logs: Path, started: StartedProcesses
+    config: RunConfig,
+    plan: Plan,
+    model_path: str,
+    logs: Path,
+    started: StartedProcesses,
+    reservation: Reservation | None = None,
 ) -> TrainingBackend:
     """Build the backend of the policy, and of the critic if there is one. Blocks while it loads their models.
 
     Args:
         logs: folder for the output of training processes.
         started: processes that were started earlier.
+        reservation: of the run, with the resources of the ranks; None: each group of ranks reserves its own.
 
     Raises: like :func:`build_policy_backend`.
     """
-    policy = build_policy_backend(config, plan, model_path, logs, started.policy)
+    policy = build_policy_backend(config, plan, model_path, logs, started.policy, reservation)
     if not derive.needs_critic(config.trainer.algorithm):
         return policy
     try:
         trained = Path(model_path).with_name(CRITIC_FOLDER)  # of the run that this one starts from
         own = config.trainer.init_from is not None and trained.is_dir()
         path = str(trained) if own else config.trainer.critic.model.path or model_path
-        return ActorCritic(policy, build_critic(config, plan, path, policy, logs, started.critic))
+        return ActorCritic(policy, build_critic(config, plan, path, policy, logs, started.critic, reservation))
     except BaseException:  # the policy's workers must not outlive a critic that could not be built
         policy.close()
         raise
@@ -48,6 +59,7 @@ def build_critic(
     policy: TrainingBackend,
     logs: Path,
     process: TrainingProcess | None,
+    reservation: Reservation | None = None,
 ) -> CriticBackend:
     """Build the backend of the critic from the model in ``model_path``; colocated, in the workers of ``policy``.
 
@@ -68,11 +80,17 @@ def build_critic(
     if derive.critic_is_colocated(config.trainer):
         assert isinstance(policy, RayBackend), "the same strategy"
         workers = policy.group
-    return RayCritic(model_path, trainer, plan.total_steps, trainer.seed, workers, logs / "critic")
+    placements = None if reservation is None else reservation.placements(CRITIC_RANKS)
+    return RayCritic(model_path, trainer, plan.total_steps, trainer.seed, workers, logs / "critic", placements)
 
 
 def build_policy_backend(
-    config: RunConfig, plan: Plan, model_path: str, logs: Path, process: TrainingProcess | None
+    config: RunConfig,
+    plan: Plan,
+    model_path: str,
+    logs: Path,
+    process: TrainingProcess | None,
+    reservation: Reservation | None = None,
 ) -> TrainingBackend:
     """Build the backend of the policy. Blocks while it loads the model.
 
@@ -98,4 +116,6 @@ def build_policy_backend(
     if derive.reference_is_colocated(config):
         fsdp = dataclasses.replace(trainer.fsdp, cpu_offload=derive.reference_offload(config))
         reference = dataclasses.replace(trainer, fsdp=fsdp)
-    return RayBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed, reference, logs / "training")
+    placements = None if reservation is None else reservation.placements(POLICY_RANKS)
+    log = logs / "training"
+    return RayBackend(model_path, trainer, plan.total_steps, temperature, trainer.seed, reference, log, placements)

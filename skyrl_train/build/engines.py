@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +29,9 @@ from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.runtime.seeds import derive_seed
 from skyrl_train.weight_sync.update import WeightTransport
 
+if TYPE_CHECKING:  # Ray need not be installed
+    from skyrl_train.workers.ray import RayPlacement
+
 # By import path, because a Ray actor imports the engine by itself.
 EMBEDDED = "skyrl_train.inference.engines.embedded:EmbeddedEngine"
 VLLM = "skyrl_train.inference.engines.vllm:VLLMEngine"
@@ -43,6 +47,7 @@ def build_client(
     workers: Sequence[EngineProcess] = (),
     logs: Path | None = None,
     events: EventLog = NO_EVENTS,
+    placements: Sequence[RayPlacement] = (),
 ) -> InferenceEngineClient:
     """Build a client with the engines of these numbers. Nothing is started.
 
@@ -50,11 +55,20 @@ def build_client(
         workers: processes for the first embedded engines that were started earlier.
         logs: folder for the output of engines' processes; None: they write to this process's streams, or to Ray's folder.
         events: the record of the run.
+        placements: of all engines' actors, by their numbers; empty: Ray places them.
     """
     engine = config.generator.inference_engine
     return InferenceEngineClient(
         [
-            build_engine(config, plan, model_path, index, workers[index] if index < len(workers) else None, logs)
+            build_engine(
+                config,
+                plan,
+                model_path,
+                index,
+                workers[index] if index < len(workers) else None,
+                logs,
+                placements[index] if placements else None,
+            )
             for index in numbers
         ],
         tokenizer,
@@ -76,12 +90,14 @@ def build_engine(
     index: int,
     worker: EngineProcess | None = None,
     logs: Path | None = None,
+    placement: RayPlacement | None = None,
 ) -> InferenceEngineInterface:
     """Build engine number ``index``. Each has its own seed, so that replicas give different answers.
 
     Args:
         worker: a process for an embedded engine that was started earlier.
         logs: see :func:`build_client`.
+        placement: of an engine in a Ray actor; None: Ray places it.
 
     Raises:
         ConfigError: the backend is unknown, or a package that it needs is not installed.
@@ -91,9 +107,9 @@ def build_engine(
     log_file = None if logs is None else str(logs.absolute() / f"engine-{index}.log")
     # Only the chosen backend is imported.
     if engine.backend == "embedded":
-        return _embedded(config, plan, model_path, index, worker, log_file)
+        return _embedded(config, plan, model_path, index, worker, log_file, placement)
     if engine.backend == "vllm":
-        return _vllm(config, plan, model_path, index, log_file)
+        return _vllm(config, plan, model_path, index, log_file, placement)
     if engine.backend == "vllm_remote":
         from skyrl_train.inference.engines.vllm.remote import RemoteVLLMEngine
 
@@ -104,7 +120,13 @@ def build_engine(
 
 
 def _embedded(
-    config: RunConfig, plan: Plan, model_path: str, index: int, worker: EngineProcess | None, log_file: str | None
+    config: RunConfig,
+    plan: Plan,
+    model_path: str,
+    index: int,
+    worker: EngineProcess | None,
+    log_file: str | None,
+    placement: RayPlacement | None,
 ) -> InferenceEngineInterface:
     engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
     arguments: dict[str, Any] = {
@@ -117,11 +139,14 @@ def _embedded(
         "lora": lora if lora.rank else None,  # the adapter that weight syncs send; None: they send the whole model
     }
     if engine.executor == "ray":
-        return _in_ray(engine, EMBEDDED, {"model_path": model_path, "executor": "thread", **arguments}, log_file)
+        arguments |= {"model_path": model_path, "executor": "thread"}
+        return _in_ray(engine, EMBEDDED, arguments, log_file, placement)
     return EmbeddedEngine(model_path, executor=engine.executor, worker=worker, log_file=log_file, **arguments)
 
 
-def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int, log_file: str | None) -> InferenceEngineInterface:
+def _vllm(
+    config: RunConfig, plan: Plan, model_path: str, index: int, log_file: str | None, placement: RayPlacement | None
+) -> InferenceEngineInterface:
     engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
     # Arguments of VLLMEngine itself; all others in engine_args go to vLLM's AsyncEngineArgs.
     own = {"kv_cache_memory_bytes", "enable_lora", "load_format", "keep_prefix_cache_across_versions", "num_threads"}
@@ -149,14 +174,18 @@ def _vllm(config: RunConfig, plan: Plan, model_path: str, index: int, log_file: 
         "log_file": log_file,
     }
     if engine.executor == "ray":
-        return _in_ray(engine, VLLM, {"model_path": model_path, **arguments}, log_file)
+        return _in_ray(engine, VLLM, {"model_path": model_path, **arguments}, log_file, placement)
     from skyrl_train.inference.engines.vllm import VLLMEngine
 
     return VLLMEngine(model_path, **arguments)
 
 
 def _in_ray(
-    engine: InferenceEngineConfig, factory: str, arguments: dict[str, Any], log_file: str | None
+    engine: InferenceEngineConfig,
+    factory: str,
+    arguments: dict[str, Any],
+    log_file: str | None,
+    placement: RayPlacement | None,
 ) -> InferenceEngineInterface:
     try:
         from skyrl_train.inference.engines.ray_engine import RayEngine
@@ -165,11 +194,10 @@ def _in_ray(
         raise ConfigError(
             "generator.inference_engine.executor=ray needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
         ) from error
-    gpus = derive.engine_ray_num_gpus(engine)
-    placement = RayPlacement(
-        num_cpus=engine.ray_num_cpus, num_gpus=gpus, environment=engine.environment, log_file=log_file
-    )
-    return RayEngine(factory, arguments, placement)
+    if placement is None:
+        placement = RayPlacement(num_cpus=engine.ray_num_cpus, num_gpus=derive.engine_ray_num_gpus(engine))
+    environment = {**engine.environment, **placement.environment}
+    return RayEngine(factory, arguments, replace(placement, environment=environment, log_file=log_file))
 
 
 def build_transport(config: RunConfig) -> WeightTransport:

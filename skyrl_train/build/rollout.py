@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import derive
+from skyrl_train.config.cluster import REFERENCE_ACTORS
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import AlgorithmConfig, RewardStageConfig, RunConfig
 from skyrl_train.errors import ConfigError
@@ -38,6 +40,10 @@ from skyrl_train.workers.executors import (
     WorkHost,
     process_worker,
 )
+
+if TYPE_CHECKING:  # Ray need not be installed
+    from skyrl_train.workers.ray import RayPlacement
+    from skyrl_train.workers.reservation import Reservation
 
 FROZEN_POLICY = "skyrl_train.training.reference:FrozenPolicy"
 SHARDED_REFERENCE = "skyrl_train.training.reference:ShardedReference"
@@ -89,6 +95,7 @@ def build_stages(
     model_path: str,
     decode: Callable[[Sequence[int]], str],
     on_failure: OnFailure,
+    reservation: Reservation | None = None,
 ) -> list[Stage]:
     """Build the stages that have their own resources, in their order. Nothing is started.
 
@@ -97,6 +104,7 @@ def build_stages(
     Args:
         decode: returns the text of tokens, without special tokens.
         on_failure: called with the group's name, the reason and the error for each failed attempt at a reward.
+        reservation: of the run, with the GPUs of a reference policy's actors.
 
     Raises:
         ConfigError: the reward function cannot be found or does not fit its executor; Ray is asked for and not installed.
@@ -117,7 +125,7 @@ def build_stages(
     if derive.needs_reference(config.trainer.algorithm) and not derive.reference_is_colocated(config):
         stages.append(
             ReferenceStage(
-                _reference_executor(config, model_path),
+                _reference_executor(config, model_path, reservation),
                 max_parallel=reference.max_parallel,
                 needed=worth_scoring(config.trainer.algorithm),
             )
@@ -136,7 +144,8 @@ def value_stages(algorithm: AlgorithmConfig, backend: TrainingBackend) -> list[S
     return [ValueStage(forward, needed=worth_scoring(algorithm))]
 
 
-def _reference_executor(config: RunConfig, model_path: str) -> Executor:
+def _reference_executor(config: RunConfig, model_path: str, reservation: Reservation | None) -> Executor:
+    placements = [] if reservation is None else reservation.placements(REFERENCE_ACTORS)  # none on the CPU
     trainer, reference = config.trainer, config.rollout.stages.reference
     device, temperature = derive.reference_device(config), config.generator.sampling_params.temperature
     if reference.executor != "workers":
@@ -151,7 +160,8 @@ def _reference_executor(config: RunConfig, model_path: str) -> Executor:
         }
         # Each worker has a copy of the whole model, so groups are scored independently.
         resources = reference.ray_num_cpus, derive.reference_num_gpus(config)
-        return _executor(Work(FROZEN_POLICY, arguments), reference.executor, reference.max_parallel, *resources)
+        work = Work(FROZEN_POLICY, arguments)
+        return _executor(work, reference.executor, reference.max_parallel, *resources, placements)
     # One thread of this process leads the workers, which share one model; it scores one group at a time.
     workers = replace(
         trainer.fsdp,
@@ -163,7 +173,12 @@ def _reference_executor(config: RunConfig, model_path: str) -> Executor:
         ray_num_gpus=derive.reference_num_gpus(config),
     )
     sharded = replace(trainer, device=device, fsdp=workers)
-    arguments = {"model_path": model_path, "trainer": sharded, "temperature": temperature}
+    arguments = {
+        "model_path": model_path,
+        "trainer": sharded,
+        "temperature": temperature,
+        "placements": placements or None,
+    }
     return WorkerPool([ThreadWorker(Work(SHARDED_REFERENCE, arguments))])
 
 
@@ -181,20 +196,32 @@ def _reward_executor(reward: RewardStageConfig, function: str) -> Executor:
     return LoopExecutor(work)
 
 
-def _executor(work: Work, executor: str, number: int, num_cpus: float, num_gpus: float) -> Executor:
-    """Return a pool of ``number`` threads, processes or Ray actors, each with its own copy of the work."""
-    makers: dict[str, Callable[[], Worker]] = {
-        "thread": lambda: ThreadWorker(work),
-        "process": lambda: process_worker(work),
-        "ray": lambda: _ray_worker(work, num_cpus, num_gpus),
-    }
-    return WorkerPool([makers[executor]() for _ in range(number)])
+def _executor(
+    work: Work,
+    executor: str,
+    number: int,
+    num_cpus: float,
+    num_gpus: float,
+    placements: Sequence[RayPlacement] = (),
+) -> Executor:
+    """Return a pool of ``number`` threads, processes or Ray actors, each with its own copy of the work.
 
-
-def _ray_worker(work: Work, num_cpus: float, num_gpus: float) -> Worker:
+    Args:
+        placements: of the actors; empty: Ray places them by ``num_cpus`` and ``num_gpus``.
+    """
+    if executor == "thread":
+        return WorkerPool([ThreadWorker(work) for _ in range(number)])
+    if executor == "process":
+        return WorkerPool([process_worker(work) for _ in range(number)])
     try:
-        from skyrl_train.workers.ray import START_LIMIT_S, RayBlockingLink, RayPlacement
+        from skyrl_train.workers.ray import RayPlacement
     except ModuleNotFoundError as error:
         raise ConfigError("A stage with executor=ray needs Ray. Install it: pip install ray") from error
-    placement = RayPlacement(num_cpus=num_cpus, num_gpus=num_gpus)
+    placements = placements or [RayPlacement(num_cpus=num_cpus, num_gpus=num_gpus)] * number
+    return WorkerPool([_ray_worker(work, placement) for placement in placements])
+
+
+def _ray_worker(work: Work, placement: RayPlacement) -> Worker:
+    from skyrl_train.workers.ray import START_LIMIT_S, RayBlockingLink
+
     return RemoteWorker(work, lambda: RayBlockingLink(WorkHost, placement), START_LIMIT_S)

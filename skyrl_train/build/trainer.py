@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,19 @@ from skyrl_train.build.processes import StartedProcesses
 from skyrl_train.build.rollout import build_generator, build_stages, value_stages
 from skyrl_train.colocation import interrupt
 from skyrl_train.config import derive
+from skyrl_train.config.cluster import (
+    CRITIC_RANKS,
+    ENGINES,
+    POLICY_RANKS,
+    REFERENCE_ACTORS,
+    ClusterNeeds,
+    cluster_needs,
+)
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.base import PromptRecord
+from skyrl_train.errors import ConfigError
 from skyrl_train.evaluation.engines import OwnEngines
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.generators.base import GeneratorInterface
@@ -49,6 +59,8 @@ from skyrl_train.weight_sync.update import WeightTransport
 
 if TYPE_CHECKING:  # it imports torchdata, which only a streaming run needs
     from skyrl_train.rollout.data.streaming import StreamingPrompts
+    from skyrl_train.workers.ray import RayPlacement  # Ray need not be installed
+    from skyrl_train.workers.reservation import Reservation
 
 
 async def build_trainer(
@@ -75,49 +87,89 @@ async def build_trainer(
         check_template(dataset, tokenizer)
     started = started or StartedProcesses()
     workers = started.engines
-    number, of_evaluation = config.generator.inference_engine.num_engines, derive.num_evaluation_engines(config)
-    logs, events = run_folder.logs, run_folder.events
-    run = _engine_group(config, plan, tokenizer, model_path, range(number), workers, logs, events)
-    evaluation = None
-    if of_evaluation:
-        # Numbers continue after the run's engines, so that seeds, remote URLs and started processes are not shared.
-        numbers = range(number, number + of_evaluation)
-        # Its requests and pauses would look like the run's, so they are not recorded.
-        evaluation = _engine_group(config, plan, tokenizer, model_path, numbers, workers, logs, NO_EVENTS)
-    stages = build_stages(config, model_path, run.client.decode, reporter.attempt_failed)
-    pause_mode = PauseMode(config.generator.pause_mode)
-    clients = [group.client for group in (run, evaluation) if group is not None]
-    # Slow to load: the engines in their processes, the backend in a thread. They load at the same time where they may.
-    with reporter.start_up("engines and training backend"):
-        build = functools.partial(build_backend, config, plan, model_path, logs, started)
-        backend = await _start(config, clients, stages, build)
+    with ExitStack() as undo:
+        reservation: Reservation | None = None
+        placements: list[RayPlacement] = []
+        if (actors := _reserved_actors(config)) is not None:
+            with reporter.start_up("resources of the Ray cluster"):
+                reservation = await asyncio.to_thread(_reserve, config, actors)
+                undo.callback(reservation.release)
+                placements = await asyncio.to_thread(_engine_placements, config, reservation)
+        number, of_evaluation = config.generator.inference_engine.num_engines, derive.num_evaluation_engines(config)
+        logs, events = run_folder.logs, run_folder.events
+        run = _engine_group(config, plan, tokenizer, model_path, range(number), workers, logs, events, placements)
+        evaluation = None
+        if of_evaluation:
+            # Numbers continue after the run's engines, so that seeds, remote URLs and started processes are not shared.
+            numbers = range(number, number + of_evaluation)
+            # Its requests and pauses would look like the run's, so they are not recorded.
+            evaluation = _engine_group(
+                config, plan, tokenizer, model_path, numbers, workers, logs, NO_EVENTS, placements
+            )
+        stages = build_stages(config, model_path, run.client.decode, reporter.attempt_failed, reservation)
+        pause_mode = PauseMode(config.generator.pause_mode)
+        clients = [group.client for group in (run, evaluation) if group is not None]
+        # Slow to load: the engines in their processes, the backend in a thread. They load at the same time where they may.
+        with reporter.start_up("engines and training backend"):
+            build = functools.partial(build_backend, config, plan, model_path, logs, started, reservation)
+            backend = await _start(config, clients, stages, build)
+        try:
+            # The evaluation's engines get weights by their own syncer, so that they need not pause with the run's engines.
+            evaluation_engines = None
+            if evaluation is not None:
+                syncer = WeightSyncer(evaluation.client, evaluation.transport, backend.stage, pause_mode)
+                evaluation_engines = OwnEngines(evaluation.generator, evaluation.client, syncer)
+            parts = TrainerComponents(
+                client=run.client,
+                generator=run.generator,
+                backend=backend,
+                syncer=WeightSyncer(run.client, run.transport, backend.stage, pause_mode, events=events),
+                dataset=dataset,
+                checkpoints=checkpoints,
+                reporter=reporter,
+                stages=[*stages, *value_stages(config.trainer.algorithm, backend)],
+                evaluation_engines=evaluation_engines,
+                evaluation_prompts=evaluation_prompts,
+                spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
+                export_folder=run_folder.path / "policy",
+                export_checkpoint=functools.partial(export_in_process, run_folder),
+                events=events,
+                training_flops=await asyncio.to_thread(training_flops, config),
+                release_resources=lambda: None if reservation is None else reservation.release(),
+            )
+            trainer = trainer_class(config.trainer.mode)(config, plan, parts)
+            undo.pop_all()
+            return trainer
+        except BaseException:
+            await _stop(clients, stages, backend)
+            raise
+
+
+def _reserved_actors(config: RunConfig) -> ClusterNeeds | None:
+    """Return the training ranks of a run and its actors with GPUs in Ray; None if it has none of them."""
+    needs, ranks = cluster_needs(config), (POLICY_RANKS, CRITIC_RANKS)
+    actors = [each for each in needs.actors if each.role in (*ranks, REFERENCE_ACTORS, ENGINES)]
+    wanted = any(each.gpus or each.role in ranks for each in actors)
+    return replace(needs, actors=tuple(actors)) if wanted else None
+
+
+def _reserve(config: RunConfig, needs: ClusterNeeds) -> Reservation:
     try:
-        # The evaluation's engines get weights by their own syncer, so that they need not pause with the run's engines.
-        evaluation_engines = None
-        if evaluation is not None:
-            syncer = WeightSyncer(evaluation.client, evaluation.transport, backend.stage, pause_mode)
-            evaluation_engines = OwnEngines(evaluation.generator, evaluation.client, syncer)
-        parts = TrainerComponents(
-            client=run.client,
-            generator=run.generator,
-            backend=backend,
-            syncer=WeightSyncer(run.client, run.transport, backend.stage, pause_mode, events=events),
-            dataset=dataset,
-            checkpoints=checkpoints,
-            reporter=reporter,
-            stages=[*stages, *value_stages(config.trainer.algorithm, backend)],
-            evaluation_engines=evaluation_engines,
-            evaluation_prompts=evaluation_prompts,
-            spill_folder=run_folder.path / "spill" if config.rollout.buffer_memory_bytes is not None else None,
-            export_folder=run_folder.path / "policy",
-            export_checkpoint=functools.partial(export_in_process, run_folder),
-            events=events,
-            training_flops=await asyncio.to_thread(training_flops, config),
-        )
-        return trainer_class(config.trainer.mode)(config, plan, parts)
-    except BaseException:
-        await _stop(clients, stages, backend)
-        raise
+        from skyrl_train.workers.reservation import Reservation
+    except ImportError as error:
+        raise ConfigError(
+            f"{' and '.join(each.role for each in needs.actors)} need Ray: install the extra `ray` (./uvw run --extra ray ...)."
+        ) from error
+    keys = "trainer.fsdp.num_workers, generator.inference_engine.num_engines or the CPUs of each (ray_num_cpus)"
+    return Reservation(needs, config.trainer.fsdp.start_timeout_s, keys)
+
+
+def _engine_placements(config: RunConfig, reservation: Reservation) -> list[RayPlacement]:
+    """Return where the engines' actors are, by their numbers; empty where they have no GPUs. Blocks."""
+    if not derive.engines_share_ranks(config):
+        return reservation.placements(ENGINES)
+    engine = config.generator.inference_engine
+    return reservation.beside_ranks(engine.num_engines, derive.engine_num_gpus(engine))
 
 
 @dataclass(frozen=True)
@@ -138,9 +190,10 @@ def _engine_group(
     workers: Sequence[EngineProcess],
     logs: Path,
     events: EventLog,
+    placements: Sequence[RayPlacement],
 ) -> _EngineGroup:
     """Build the group of the engines with these numbers. Nothing is started."""
-    client = build_client(config, plan, tokenizer, model_path, numbers, workers, logs, events)
+    client = build_client(config, plan, tokenizer, model_path, numbers, workers, logs, events, placements)
     generator = build_generator(config, plan, client, tokenizer, model_path, logs)
     return _EngineGroup(client, generator, build_transport(config))
 

@@ -82,7 +82,10 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
         gpus = derive.reference_num_gpus(config)
         actors.append(RayActors(REFERENCE_ACTORS, number, reference.ray_num_cpus, gpus))
     if engine.executor == "ray":
-        actors.append(RayActors(ENGINES, engines, engine.ray_num_cpus, derive.engine_ray_num_gpus(engine)))
+        # In turns with the ranks, whose CPUs and GPUs are reserved.
+        shared = derive.engines_share_ranks(config)
+        cpus, gpus = (0.0, 0.0) if shared else (engine.ray_num_cpus, derive.engine_ray_num_gpus(engine))
+        actors.append(RayActors(ENGINES, engines, cpus, gpus))
     elif engine.backend != "vllm_remote":
         local_engines = engines
         if engine.backend == "embedded" or engine.device == "cpu":

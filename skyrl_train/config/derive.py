@@ -243,13 +243,15 @@ TRANSPORTS: Mapping[str, Transport] = {
 def weight_transport(config: RunConfig) -> str:
     """Return the transport's name.
 
-    By default disk if a folder is named, gloo to engines in Ray actors, CUDA IPC on a shared GPU, else shared memory.
+    By default disk if a folder is named, CUDA IPC on shared GPUs, gloo to engines in other Ray actors, else shared memory.
     """
     if config.generator.weight_transport is not None:
         return config.generator.weight_transport
     if config.generator.weight_folder is not None:
         return "disk"
     engine, trainer = config.generator.inference_engine, config.trainer
+    if engines_share_ranks(config) and engine.backend in TRANSPORTS["cuda_ipc"].backends:
+        return "cuda_ipc"
     if engine.executor == "ray" and engine.backend in TRANSPORTS["gloo"].backends:
         return "gloo"
     on_one_gpu = trainer.device != "cpu" and engine_device_names(engine) == {full_device_name(trainer.device)}
@@ -379,6 +381,13 @@ def engine_ray_num_gpus(engine: InferenceEngineConfig) -> float:
     if engine.ray_num_gpus is not None:
         return engine.ray_num_gpus
     return float(engine_num_gpus(engine)) if engine.device == "cuda" else 0.0
+
+
+def engines_share_ranks(config: RunConfig) -> bool:
+    """Return whether engines in Ray use the GPUs of the ranks that train the policy, in turns with them."""
+    engine, trainer = config.generator.inference_engine, config.trainer
+    sharded = trainer.strategy is TrainingStrategy.fsdp2 and trainer.device == "cuda"
+    return trainer.placement.colocate_all and sharded and engine.executor == "ray" and engine.device == "cuda"
 
 
 def engine_devices(engine: InferenceEngineConfig, index: int) -> list[int]:

@@ -284,10 +284,15 @@ def _training_loads(config: RunConfig, memory: MemoryEstimate, cluster: Cluster)
     staging = memory.staging_bytes if transport is not None and transport.gpu else 0
     state = memory.rank_elsewhere_bytes if trainer.fsdp.cpu_offload and sharded else memory.rank_bytes
     parts = {"weights, gradients, moments": state}
-    if staging:
-        parts["staging" if trainer.placement.colocate_all or not sharded else "staging (rank 0)"] = staging
-    parts["activations"] = memory.activation_bytes + memory.head_gradient_bytes
-    parts["context"] = ASLEEP_BYTES if trainer.placement.colocate_all else CONTEXT_BYTES
+    activations = memory.activation_bytes + memory.head_gradient_bytes
+    if trainer.placement.colocate_all:  # one copy, between two steps, which is freed before the next
+        copies = 0 if transport is None else transport.copies
+        parts["activations, or staging"] = max(activations, staging // max(1, copies))
+        parts["contexts"] = ASLEEP_BYTES
+    else:
+        if staging:
+            parts["staging (rank 0)" if sharded else "staging"] = staging
+        parts["activations"], parts["context"] = activations, CONTEXT_BYTES
     loads = [GPULoad("training", trainer.fsdp.num_workers if sharded else 1, parts, available)]
     if memory.critic_bytes and not derive.critic_shares_memory(trainer):
         critic = derive.critic_trainer(trainer)

@@ -530,12 +530,14 @@ def _weight_transport(config: RunConfig) -> Errors:
     on_cpu = [f"{key}={device}" for key, device in devices.items() if not device.startswith("cuda")]
     if on_cpu:
         yield f"{key}={name} is for GPUs, and {' and '.join(on_cpu)}. Set {key}=shared_memory."
-    if name == "cuda_ipc" and config.trainer.strategy is TrainingStrategy.fsdp2:
+    if name != "cuda_ipc" or derive.engines_share_ranks(config):
+        return
+    if config.trainer.strategy is TrainingStrategy.fsdp2:
         yield (
-            f"{key}=cuda_ipc with trainer.strategy=fsdp2: the weights are staged on the GPU that Ray gave to rank 0, and the "
-            f"engine is on another. Set {key}=shared_memory."
+            f"{key}=cuda_ipc with trainer.strategy=fsdp2: the weights are staged on the GPUs that Ray gave to the ranks, and the "
+            f"engines are on others. Set {key}=shared_memory, or trainer.placement.colocate_all=true."
         )
-    if name == "cuda_ipc" and engine.executor != "process":
+    elif engine.executor != "process":
         yield (
             f"{key}=cuda_ipc with {ENGINE}.executor={engine.executor}: the memory must be opened by another process on the same "
             f"GPU. Set executor=process, or {key}=shared_memory."
@@ -552,14 +554,25 @@ def _colocation(config: RunConfig) -> Errors:
             f"{key} with trainer.mode={trainer.mode}: the engines generate while the policy trains, so the two cannot take "
             "turns. Set trainer.mode=sync or partial_rollout, or colocate_all=false."
         )
-    if trainer.strategy is not TrainingStrategy.local:
-        yield (
-            f"{key} with trainer.strategy={trainer.strategy}: sharded ranks do not leave their devices. Set "
-            "trainer.strategy=local, or colocate_all=false with GPUs for the engines alone."
-        )
+    sharded_on_gpus = trainer.strategy is TrainingStrategy.fsdp2 and trainer.device == "cuda"
     if engine.backend == "vllm_remote":
         yield f"{key} with {ENGINE}.backend=vllm_remote: a server does not sleep. Set backend=vllm or embedded."
-    if engine.executor == "ray":
+    elif sharded_on_gpus and engine.executor != "ray":
+        yield (
+            f"{key} with trainer.strategy=fsdp2 on GPUs and {ENGINE}.executor={engine.executor}: Ray chooses the GPUs of the "
+            f"ranks, so it has to place the engines on them. Set {ENGINE}.executor=ray."
+        )
+    elif sharded_on_gpus:
+        each = derive.engine_num_gpus(engine)
+        if engine.num_engines * each != trainer.fsdp.num_workers:
+            yield (
+                f"{key}: {engine.num_engines} engines of {_gpus(each)} and trainer.fsdp.num_workers={trainer.fsdp.num_workers} "
+                f"ranks of one GPU do not share the same GPUs. Set {ENGINE}.num_engines so that {ENGINE}.num_engines x "
+                "tensor_parallel_size x pipeline_parallel_size is trainer.fsdp.num_workers."
+            )
+        if derive.fsdp_num_gpus(trainer) != 1:
+            yield f"{key} with trainer.fsdp.ray_num_gpus={trainer.fsdp.ray_num_gpus:g}: each rank needs one GPU. Leave it out."
+    elif engine.executor == "ray" and trainer.strategy is TrainingStrategy.local:
         yield (
             f"{key} with {ENGINE}.executor=ray: Ray chooses the GPU of an engine and does not know of the trainer's. Set "
             f"{ENGINE}.executor=process."
@@ -570,7 +583,7 @@ def _colocation(config: RunConfig) -> Errors:
     devices = derive.engine_device_names(engine)
     if engine.backend == "vllm" and shared == "cpu":
         yield f"{key} with {ENGINE}.backend=vllm and trainer.device=cpu: vLLM sleeps on a GPU only. Set trainer.device=cuda."
-    elif engine.backend in ("embedded", "vllm") and shared not in devices:
+    elif engine.backend in ("embedded", "vllm") and not sharded_on_gpus and shared not in devices:
         yield (
             f"{key} with engines on {', '.join(sorted(devices))} and trainer.device={trainer.device}: nothing is shared. Set "
             f"{ENGINE}.device (vllm: also {ENGINE}.devices) to the trainer's, or colocate_all=false."
@@ -588,7 +601,12 @@ def _colocation(config: RunConfig) -> Errors:
             "proximal_policy=step."
         )
     reference = derive.full_device_name(derive.reference_device(config))
-    if derive.needs_reference(trainer.algorithm) and reference == shared != "cpu":
+    if derive.needs_reference(trainer.algorithm) and derive.reference_is_colocated(config) and sharded_on_gpus:
+        yield (
+            f"{key} with {REFERENCE}.executor=colocated: it would score on the GPUs on which the engines generate. Set "
+            f"{REFERENCE}.executor=workers with GPUs of its own, or train without a KL term."
+        )
+    elif derive.needs_reference(trainer.algorithm) and not sharded_on_gpus and reference == shared != "cpu":
         yield (
             f"{key} with a reference policy on {shared}: it keeps memory that engines and trainer need in turns. Set "
             f"{REFERENCE}.device to another GPU, or to cpu (slow for a large model), or train without a KL term."

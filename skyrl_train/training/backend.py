@@ -196,6 +196,10 @@ class TrainingBackend(Training):
         """
         return transport.gather(self.named_weights(), version)
 
+    def release_staging(self, transport: WeightTransport) -> bool:
+        """Free the staging copies on devices, as :meth:`WeightTransport.release`, in the processes that hold them."""
+        return transport.release()
+
     @abstractmethod
     def export_hf(self, folder: Path) -> None:
         """Write the policy as a folder that ``transformers`` opens.

@@ -90,6 +90,11 @@ class GradientAccumulator(ABC, Generic[M]):
         self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config, section)
         self._open: OpenStep | None = None
 
+    @property
+    def has_open_step(self) -> bool:
+        """Whether a step has begun part by part, and has neither been finished nor discarded."""
+        return self._open is not None
+
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """See :meth:`Training.update`; makes ``update_epochs_per_batch`` optimizer steps at the step's learning rate.
 

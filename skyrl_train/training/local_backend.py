@@ -71,7 +71,7 @@ class LocalTraining(GradientAccumulator[M], Training):
         """See :meth:`Training.offload_states`: from a GPU to pinned memory, from main memory to files of ``tempfile``."""
         if self._offloaded:
             return
-        assert self._open is None, "gradients of a step that has begun would stay"
+        assert not self.has_open_step, "gradients of a step that has begun would stay"
         self._snapshots.copied()  # a copy under way would keep the memory
         for tensor in self._states():
             outside = host_tensor(tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.scorer import Scorer
 from skyrl_train.types import GrammarSpan
+
+if TYPE_CHECKING:
+    from skyrl_train.workers.ray import RayPlacement
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,16 +108,30 @@ class ShardedReference:
     It is never trained, so no rank holds gradients or moments.
 
     Args:
-        trainer: as for the policy; ``fsdp`` gives the number of workers and their placement.
+        trainer: as for the policy; ``fsdp`` gives the number of workers.
+        placements: see :class:`skyrl_train.training.distributed.worker_group.WorkerGroup`.
 
     Raises:
         ConfigError, ModelError, TrainingWorkerError: (constructor) as for :class:`RayBackend`.
     """
 
-    def __init__(self, model_path: str, trainer: TrainerConfig, temperature: float) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        trainer: TrainerConfig,
+        temperature: float,
+        placements: Sequence[RayPlacement] | None = None,
+    ) -> None:
         from skyrl_train.training.distributed.ray_backend import RayBackend  # a frozen policy needs no Ray
 
-        self._backend = RayBackend(model_path, trainer, total_steps=1, temperature=temperature, seed=trainer.seed)
+        self._backend = RayBackend(
+            model_path,
+            trainer,
+            total_steps=1,
+            temperature=temperature,
+            seed=trainer.seed,
+            placements=placements,
+        )
 
     def __call__(self, sequences: Sequence[TokensToScore]) -> list[list[float]]:
         """See :meth:`FrozenPolicy.__call__`.

@@ -1,7 +1,10 @@
 """The CUDA IPC transport: the trainer gathers into GPU memory that the engine's process opens on the same GPU.
 
+rank 0 (GPU a) ── gather ──> copy on a ── handle ──┐                        ┌──> worker of an engine on a opens its copy
+rank 1 (GPU b) ── gather ──> copy on b ── handle ──┴─ one update, by GPU ───┴──> worker of an engine on b opens its copy
+
 Nothing crosses the bus. NCCL cannot replace it: it does not allow two processes of one device in a group. The location
-of an update is the CUDA driver's handle of the memory, as JSON.
+of an update holds the CUDA driver's handle of the memory for each GPU, by its UUID, as JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import base64
 import functools
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ CUDA_IPC = "cuda_ipc"
 
 
 class CudaIpcTransport(WeightTransport):
-    """The trainer's side. Holds two staging copies of the weights on ``device``.
+    """The trainer's side. Holds two staging copies of the weights on ``device``: with several ranks, on each one's.
 
     Args:
         dtype: a torch name, the dtype that the engines serve. Weights are cast while they are gathered.
@@ -31,6 +35,7 @@ class CudaIpcTransport(WeightTransport):
     """
 
     name = CUDA_IPC
+    on_every_rank = True
 
     def __init__(self, dtype: str = "bfloat16", device: str = "cuda", verify: bool = False) -> None:
         self._dtype = dtype
@@ -54,11 +59,16 @@ class CudaIpcTransport(WeightTransport):
             version=version,
             transport=self.name,
             # Each receiver can open a handle once; the memory must outlive it.
-            location=json.dumps({"gpu": gpu, "handle": parts}),
+            location=json.dumps({gpu: parts}),
             num_bytes=staging.numel(),
             tensors=specs,
             checksum=checksum(staging) if self._verify else None,
         )
+
+    def merged(self, updates: Sequence[WeightUpdate]) -> WeightUpdate:
+        """See :meth:`WeightTransport.merged`: each engine finds the copy on its GPU."""
+        handles = {gpu: parts for update in updates for gpu, parts in json.loads(update.location).items()}
+        return replace(updates[0], location=json.dumps(handles))
 
     def release(self) -> bool:
         """See :meth:`WeightTransport.release`."""
@@ -79,24 +89,23 @@ def open_device_memory(update: WeightUpdate, device: torch.device) -> torch.Tens
         uint8 ``[num_bytes]`` on ``device``: the trainer's memory, to be read only.
 
     Raises:
-        EngineError: the update is on another GPU or cannot be opened.
+        EngineError: no copy is on this GPU, or it cannot be opened.
     """
     if device.type != "cuda":
         raise EngineError(f"An engine on {device.type} cannot receive by {CUDA_IPC!r}; use 'shared_memory'.")
     try:
-        location = json.loads(update.location)
-        gpu, parts = location["gpu"], location["handle"]
-        handle = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in parts]
+        handles = json.loads(update.location)
+        own = str(torch.cuda.get_device_properties(device).uuid)
+        if own not in handles:
+            raise EngineError(
+                f"Version {update.version} lies on GPU {', '.join(handles)}, this engine serves from {own}; CUDA IPC needs one "
+                "device. Use 'shared_memory'."
+            )
+        handle = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handles[own]]
     except (ValueError, KeyError, TypeError) as error:
         raise EngineError(
             f"Version {update.version} has no CUDA IPC location: {error}. Sync the weights again."
         ) from error
-    own = str(torch.cuda.get_device_properties(device).uuid)
-    if gpu != own:
-        raise EngineError(
-            f"Version {update.version} lies on GPU {gpu}, this engine serves from {own}; CUDA IPC needs one device. "
-            "Use 'shared_memory'."
-        )
     handle[0] = device.index or 0  # each process numbers its devices itself
     try:
         storage = torch.UntypedStorage._new_shared_cuda(*handle)

@@ -68,6 +68,9 @@ class WeightSyncer:
         source: gathers the trainer's current weights. They must not change while it runs.
         pause_mode: what happens to running requests during the load.
         events: the record of the run.
+
+    Attributes:
+        transport: the same.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class WeightSyncer:
         events: EventLog = NO_EVENTS,
     ) -> None:
         self._client = client
-        self._transport = transport
+        self.transport = transport
         self._source = source
         self._pause_mode = pause_mode
         self._clock = clock
@@ -168,7 +171,7 @@ class WeightSyncer:
         try:
             # In a thread, because copying a large model takes seconds and rollouts run on this loop.
             with self._events.span("gather", version):
-                update = await asyncio.to_thread(self._source, self._transport, version)
+                update = await asyncio.to_thread(self._source, self.transport, version)
         except (OSError, RuntimeError) as error:  # out of shared memory, or of the device's memory
             raise WeightSyncError(f"the weights of version {version} cannot be copied: {error}") from error
         return StagedWeights(update, self._clock() - started)
@@ -215,10 +218,6 @@ class WeightSyncer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def release(self) -> bool:
-        """Free staging copies on devices, as :meth:`WeightTransport.release`. Not while a sync is under way."""
-        return self._transport.release()
-
     def close(self) -> None:
         """Free the staging copies."""
-        self._transport.close()
+        self.transport.close()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skyrl_train.models.adapter_spec import AdapterSpec
 
@@ -80,9 +80,13 @@ class WeightTransport(ABC):
 
     ``name`` is what engines know the transport by. A transport from outside the package has an import path here, of the
     function ``open_update(update, device)`` that returns the weights in the engine's process.
+
+    ``on_every_rank``: every rank of a sharded policy gathers whole weights, for the engines on its own GPU. Otherwise rank 0
+    does, for all engines.
     """
 
     name: str
+    on_every_rank: ClassVar[bool] = False
 
     @abstractmethod
     def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
@@ -91,6 +95,10 @@ class WeightTransport(ABC):
         May block: call it in a thread. The staging copy of an update stays valid until the next but one ``gather``
         (double buffer).
         """
+
+    def merged(self, updates: Sequence[WeightUpdate]) -> WeightUpdate:
+        """Return the updates that all ranks have gathered (``on_every_rank``) as one."""
+        return updates[0]
 
     def release(self) -> bool:
         """Free the staging copies that lie on devices, until the next ``gather``. No engine may still receive them.

@@ -25,7 +25,7 @@ import ray
 from ray._common.utils import get_ray_address_file
 from ray._private.utils import read_ray_address
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.errors import ConfigError, first_line
@@ -51,7 +51,7 @@ class RayPlacement:
         num_cpus, num_gpus, resources: reserved for the actor; fractions are allowed.
         environment: variables of the actor's process, set before Python starts.
         log_file: for all output of the actor's process, if its node has the folder; None: Ray keeps it.
-        placement_group: the actor runs in bundle ``bundle_index`` of it (-1: any).
+        placement_group: the actor runs in bundle ``bundle_index`` of it (-1: any), as long as the bundle's node lives.
     """
 
     num_cpus: float = 1
@@ -63,18 +63,23 @@ class RayPlacement:
     bundle_index: int = -1
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``ray.remote(...).options``."""
+        """Return the keyword arguments of ``ray.remote(...).options``. Asks Ray about the bundle, and blocks meanwhile."""
         options: dict[str, Any] = {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
             "resources": dict(self.resources),
             "runtime_env": {"env_vars": dict(self.environment)},
         }
-        if self.placement_group is not None:
+        if self.placement_group is not None and self._bundle_lives(self.placement_group):
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=self.placement_group, placement_group_bundle_index=self.bundle_index
             )
         return options
+
+    def _bundle_lives(self, group: PlacementGroup) -> bool:
+        """Return whether the bundle's node is there. An actor that starts again after its node has died may go anywhere."""
+        node = placement_group_table(group)["bundles_to_node_id"].get(self.bundle_index)
+        return self.bundle_index < 0 or any(each["Alive"] and each["NodeID"] == node for each in ray.nodes())
 
 
 def connect() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ray
 from training_worlds import config
 
@@ -38,9 +40,9 @@ class TwoProcesses:
             self._started = None
 
         class Group(WorkerGroup):
-            def _start(self, trainer: TrainerConfig, key: str) -> None:
+            def _start(self, trainer: TrainerConfig, key: str, log: Path | None) -> None:
                 self._actors, self.locations = started._actors, started.locations
-                self._placement = started._placement
+                self._reservation = started._reservation
                 ray.get([actor.answer.remote(Call(0, "leave")) for actor in self._actors])
                 node = self.locations[0].node
                 store = ray.get(self._actors[0].answer.remote(Call(0, "host_store", (node, self.size))))

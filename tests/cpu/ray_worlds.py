@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from distributed_worlds import TwoProcesses
 
 HERE_CPUS, FAR_CPUS = 4, 3
+GPUS = 8  # that each node says it has: Ray only counts them
 FAR = "far"  # a resource that only the other node has
 STORE_BYTES = 80 << 20
 
@@ -27,6 +28,7 @@ class RayNodes:
         ray.init(
             address="local",
             num_cpus=HERE_CPUS,
+            num_gpus=GPUS,
             object_store_memory=STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -47,7 +49,9 @@ class RayNodes:
     def have_far(self) -> None:
         """The other node is there from now on."""
         if self._far is None:
-            self._far = self._cluster.add_node(num_cpus=FAR_CPUS, object_store_memory=STORE_BYTES, resources={FAR: 1})
+            self._far = self._cluster.add_node(
+                num_cpus=FAR_CPUS, num_gpus=GPUS, object_store_memory=STORE_BYTES, resources={FAR: 1}
+            )
 
     def lose_far(self) -> None:
         """The other node's processes are killed. Returns when the head knows it."""

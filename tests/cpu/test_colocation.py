@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from distributed_worlds import one_rank
 from harness import Harness
 from scripted import ScriptedEngine, scripted_update
 from test_modes import short_or_long
 from test_sync_equivalence import train
-from training_worlds import backend, build_small_model, minibatch, optimizer_state, same, weights
+from training_worlds import backend, build_small_model, config, minibatch, optimizer_state, same, weights
 
 from skyrl_train.colocation import DeviceTurn
 from skyrl_train.config import derive
+from skyrl_train.config.cluster import cluster_needs
 from skyrl_train.config.compare import differences
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import LoraConfig
@@ -30,7 +35,10 @@ from skyrl_train.simulation.lengths import constant
 from skyrl_train.simulation.run import Workload, simulate
 from skyrl_train.simulation.training import TrainingSpeed
 from skyrl_train.training.backend import Minibatch
+from skyrl_train.training.distributed.sharding import local_shard
+from skyrl_train.training.messages import ModelSettings, PackedSequences, Role
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.cuda_ipc import CudaIpcTransport, open_device_memory
 from skyrl_train.weight_sync.update import WeightUpdate
 
 COLOCATE = "trainer.placement.colocate_all=true"
@@ -136,7 +144,7 @@ class Colocated(Harness):
         self.device = device = Device()
         self.colocated = ColocatedEngine(device)
         super().__init__(folder, f"trainer.mode={mode}", COLOCATE, *overrides, engine=self.colocated)
-        backend, transport = self.backend, self.trainer.components.syncer._transport
+        backend, transport = self.backend, self.trainer.components.syncer.transport
 
         def offload() -> None:
             device.happens("offload")
@@ -420,6 +428,55 @@ def test_a_checkpoint_is_written_and_read_while_the_state_is_out(tmp_path: Path)
     assert same(weights(plain), weights(resumed))
 
 
+@pytest.mark.usefixtures("one_compute_thread")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"policy__dtype": "bfloat16"},
+        {"policy__model__lora": LoraConfig(rank=2)},
+        {"fsdp__reshard_after_forward": False},
+    ],
+    ids=str,
+)
+def test_shards_that_have_moved_out_and_back_train_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
+    settings = config(strategy="fsdp2", fsdp__num_workers=1, **changes)
+    models = {Role.policy: ModelSettings(build_small_model(tmp_path), settings, 10, 1.0, 0)}
+    worker = one_rank(settings, **models)
+    held = worker._held[Role.policy].worker
+
+    def tensors() -> list[torch.Tensor]:
+        moments = [value for state in held.optimizer.adamw.state.values() for value in state.values() if value.ndim]
+        return [local_shard(each) for each in (*held.model.parameters(), *moments)]
+
+    def trained(moves: bool) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
+        metrics = []
+        for step in range(1, 4):
+            sequences = minibatch(step, step)
+            worker.reload_states()
+            assert not any(tensor.untyped_storage().filename for tensor in tensors())
+            packed = PackedSequences.of(sequences.sequences)
+            metrics.append(worker.update(Role.policy, packed, dataclasses.replace(sequences, sequences=())))
+            if moves:
+                worker.offload_states()
+                worker.offload_states()
+                outside = [tensor.untyped_storage().filename is not None for tensor in tensors()]
+                assert all(outside) and len(outside) >= 3 * len(list(held.optimizer.adamw.state))
+        return metrics, [tensor.clone() for tensor in tensors()]
+
+    try:
+        (tmp_path / "start").mkdir()
+        worker.save(Role.policy, worker.snapshot(Role.policy), tmp_path / "start")
+        plain = trained(moves=False)
+        worker.offload_states()
+        worker.load(Role.policy, tmp_path / "start")  # a checkpoint is read where the state is
+        moved = trained(moves=True)
+    finally:
+        worker.leave()
+    assert plain[0] == moved[0]
+    assert all(torch.equal(*pair) for pair in zip(plain[1], moved[1], strict=True))
+
+
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +486,16 @@ def test_a_colocated_run_equals_the_plain_one_bit_for_bit(tmp_path: Path, execut
     plain = train(tmp_path / "plain", "quickstart", *settings)
     colocated = train(tmp_path / "colocated", "quickstart", COLOCATE, *settings)
     assert colocated[0] == plain[0] and colocated[1] == plain[1]
+    assert all(torch.equal(colocated[2][name], weight) for name, weight in plain[2].items())
+
+
+@pytest.mark.usefixtures("ray_nodes", "one_compute_thread")
+def test_a_run_in_turns_with_two_ranks_equals_the_plain_one_bit_for_bit(tmp_path: Path) -> None:
+    ranks = ["trainer.strategy=fsdp2", "trainer.fsdp.num_workers=2", "trainer.fsdp.ray_num_cpus=0.5"]
+    settings = ("trainer.mode=sync", "trainer.ckpt_interval=2", "trainer.max_steps=3", *ranks)
+    plain = train(tmp_path / "plain", "quickstart", *settings)
+    colocated = train(tmp_path / "colocated", "quickstart", COLOCATE, *settings)
+    assert len(plain[0]) == 3 and colocated[0] == plain[0] and colocated[1] == plain[1]
     assert all(torch.equal(colocated[2][name], weight) for name, weight in plain[2].items())
 
 
@@ -447,7 +514,6 @@ def test_a_simulated_turn_takes_the_time_to_sleep_and_to_wake() -> None:
     [
         ("trainer.mode=fully_async", "take turns"),
         ("trainer.mode=one_step_off", "take turns"),
-        ("trainer.strategy=fsdp2", "sharded ranks"),
         ("generator.inference_engine.backend=vllm_remote", "does not sleep"),
         ("generator.inference_engine.executor=ray", "Ray chooses"),
         ("generator.inference_engine.backend=vllm", "on a GPU only"),
@@ -479,3 +545,75 @@ def test_vllm_and_the_trainer_share_a_gpu_and_a_reference_may_not_stay() -> None
     assert any("reference policy" in error for error in validate(compose("quickstart", [*gpu, reference])).errors)
     on_cpu = [*gpu, reference, "rollout.stages.reference.device=cpu"]
     assert not validate(compose("quickstart", on_cpu)).errors
+
+
+SHARED = [
+    "trainer.mode=sync",
+    COLOCATE,
+    "trainer.strategy=fsdp2",
+    "trainer.device=cuda",
+    "trainer.fsdp.num_workers=8",
+    "generator.inference_engine={backend: vllm, device: cuda, executor: ray, num_engines: 2, tensor_parallel_size: 4}",
+]
+
+
+def test_engines_share_the_gpus_of_all_ranks() -> None:
+    config = compose("quickstart", SHARED)
+    assert not validate(config).errors
+    assert derive.engines_share_ranks(config) and derive.weight_transport(config) == "cuda_ipc"
+    needs = cluster_needs(config)
+    assert needs.ray_gpus == 8, "the engines need no others"
+    assert not validate(compose("quickstart", [*SHARED, "generator.weight_transport=shared_memory"])).errors
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("generator.inference_engine.executor=process", "Set generator.inference_engine.executor=ray"),
+        ("generator.inference_engine.num_engines=1", "do not share the same GPUs"),
+        ("trainer.fsdp.num_workers=4", "do not share the same GPUs"),
+        ("trainer.fsdp.ray_num_gpus=2", "each rank needs one GPU"),
+        ("trainer.algorithm.kl_loss_coef=0.1", "rollout.stages.reference.executor"),
+    ],
+)
+def test_ranks_and_engines_that_would_not_take_turns_are_refused(override: str, message: str) -> None:
+    colocated = "rollout.stages.reference.executor=colocated"
+    errors = validate(compose("quickstart", [*SHARED, colocated, override])).errors
+    assert errors and message in errors[-1], errors
+
+
+def test_without_turns_cuda_ipc_does_not_reach_engines_of_other_gpus() -> None:
+    apart = [override for override in SHARED if override != COLOCATE]
+    (error,) = validate(compose("quickstart", [*apart, "generator.weight_transport=cuda_ipc"])).errors
+    assert "trainer.placement.colocate_all=true" in error
+
+
+# CUDA IPC on several GPUs -----------------------------------------------------------------------------------------------
+
+
+def test_each_engine_opens_the_copy_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[list[Any]] = []
+    own = {0: "gpu-b", 1: "gpu-a", 2: "gpu-z"}
+
+    def new_shared(*handle: Any) -> torch.UntypedStorage:
+        opened.append(list(handle))
+        return torch.UntypedStorage(64)
+
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=own[torch.device(device).index])
+    )
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new_shared)
+
+    def update(gpu: str, handle: bytes) -> WeightUpdate:
+        parts = [7, {"bytes": base64.b64encode(handle).decode()}, 64]
+        return WeightUpdate(3, "cuda_ipc", json.dumps({gpu: parts}), 64, ())
+
+    merged = CudaIpcTransport().merged([update("gpu-a", b"A"), update("gpu-b", b"B")])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *size, dtype, device: torch.zeros(0, dtype=dtype))
+        assert open_device_memory(merged, torch.device("cuda:0")).numel() == 64
+        assert open_device_memory(merged, torch.device("cuda:1")).numel() == 64
+    # Each process numbers its devices itself.
+    assert opened == [[0, b"B", 64], [1, b"A", 64]]
+    with pytest.raises(EngineError, match="lies on GPU gpu-a, gpu-b, this engine serves from gpu-z"):
+        open_device_memory(merged, torch.device("cuda:2"))

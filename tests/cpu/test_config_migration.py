@@ -158,7 +158,7 @@ def test_steps_count_batches_there_and_minibatches_here() -> None:
         ),
         (
             ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=8"],
-            {"trainer.fsdp.num_workers": 16, "trainer.placement.colocate_all": False, f"{ENGINE}.executor": "ray"},
+            {"trainer.fsdp.num_workers": 16, "trainer.placement.colocate_all": True, f"{ENGINE}.executor": "ray"},
         ),
         (
             ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false",

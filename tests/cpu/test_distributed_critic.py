@@ -158,7 +158,7 @@ def test_beside_the_policy_both_move_as_on_one_rank_and_resume_on_any_number(
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: gathered(weight.detach()) for name, weight in model.named_parameters()}
+    return {name: gathered(weight.detach(), weight.dtype) for name, weight in model.named_parameters()}
 
 
 def test_a_critic_whose_heads_the_policys_ranks_do_not_divide_is_refused(

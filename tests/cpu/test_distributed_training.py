@@ -53,7 +53,7 @@ ray = pytest.importorskip("ray")
 
 from distributed_worlds import FSDP, TwoProcesses, one_rank  # noqa: E402
 from ray.exceptions import RayActorError  # noqa: E402
-from ray_worlds import RayNodes  # noqa: E402
+from ray_worlds import GPUS, RayNodes  # noqa: E402
 
 from skyrl_train.training.distributed import ray_backend, worker_group  # noqa: E402
 from skyrl_train.training.distributed.ray_backend import RayBackend, share_out  # noqa: E402
@@ -541,7 +541,7 @@ def test_calls_of_two_threads_reach_all_ranks_in_one_order(two_ranks: RayBackend
             assert lock.waited_for.wait(60)
 
     class Group(WorkerGroup):
-        def _start(self, trainer: TrainerConfig, key: str) -> None:
+        def _start(self, trainer: TrainerConfig, key: str, log: Path | None) -> None:
             self._calling = lock  # type: ignore[assignment]
             self._actors = [ScriptedRank(calls[0], first), ScriptedRank(calls[1])]
             self.locations = two_ranks.group.locations
@@ -558,18 +558,22 @@ def test_workers_that_the_only_machine_lacks_cpus_for_are_an_error_without_waiti
 ) -> None:
     free = int(ray.cluster_resources()["CPU"]) - 1  # two ranks have a half each
     workers = 2 * free + more
-    told = rf"num_workers={workers}, each with 0.5 CPU, need more than the {free} that other .* or trainer.fsdp.ray_num_cpus"
+    told = rf"{workers} ranks of the policy with 0.5 CPU and 0 GPU each need .* free are {free} CPU .* trainer.fsdp.ray_num_cpus"
     with pytest.raises(ConfigError, match=told):
         WorkerGroup(settings(fsdp__num_workers=workers, fsdp__start_timeout_s=0.01), FSDP)
 
 
 def test_gpus_that_the_only_machine_lacks_are_an_error_without_waiting(ray_nodes: RayNodes) -> None:
-    with pytest.raises(ConfigError, match="num_workers=2, each with 1 GPU, need more than the 0 "):
-        WorkerGroup(settings(device="cuda", fsdp__ray_num_gpus=1.0, fsdp__start_timeout_s=0.01), FSDP)
+    more = {"fsdp__num_workers": 2, "fsdp__ray_num_gpus": 1.0 + GPUS}
+    with pytest.raises(
+        ConfigError, match=f"2 ranks of the policy with 0.5 CPU and {1 + GPUS} GPU each need .* and {GPUS} GPU"
+    ):
+        WorkerGroup(settings(device="cuda", fsdp__start_timeout_s=0.01, **more), FSDP)
 
 
 def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     location, store = object(), object()
+    reservation = SimpleNamespace(placements=lambda role: [None], release=lambda: None)
 
     def get(calls: list[object], timeout: float) -> list[RankLocation]:
         if calls == [store]:
@@ -581,7 +585,7 @@ def test_a_worker_that_dies_before_the_others_meet_it_is_an_error_of_ours(monkey
     )
     monkeypatch.setattr(worker_group, "ray", SimpleNamespace(get=get, kill=lambda actor: None))
     monkeypatch.setattr(worker_group, "connect", lambda: None)
-    monkeypatch.setattr(worker_group, "_reserve", lambda trainer, key: None)
+    monkeypatch.setattr(worker_group, "Reservation", lambda *arguments: reservation)
     monkeypatch.setattr(worker_group, "_actor", lambda *arguments: actor)
     with pytest.raises(TrainingWorkerError, match="The training workers did not start"):
         WorkerGroup(settings(fsdp__num_workers=1), FSDP)

@@ -70,7 +70,7 @@ def train(
     return (
         metrics,
         samples_of(folder),
-        load_file(folder / "checkpoints" / f"global_step_{STEPS}" / "policy" / "policy.safetensors"),
+        load_file(folder / "policy" / "model.safetensors"),
     )
 
 

@@ -125,7 +125,8 @@ def _is_rollout_is(theirs: Theirs) -> bool:
 def _proximal(value: Any, theirs: Theirs) -> Any:
     """SkyRL's old log-probs are of the policy at the beginning of a batch, also in its later minibatches."""
     minibatches = theirs["trainer.train_batch_size"] > theirs["trainer.policy_mini_batch_size"]
-    return "arrival" if _mode(theirs) == "sync" and minibatches and not _is_local(theirs) else UNSET
+    in_turns = _is_local(theirs) or theirs["trainer.placement.colocate_all"]
+    return "arrival" if _mode(theirs) == "sync" and minibatches and not in_turns else UNSET
 
 
 def _weights(value: Any, theirs: Theirs) -> Any:
@@ -246,13 +247,9 @@ _SETTINGS: list[Setting] = [
     Setting(
         "trainer.placement.colocate_all",
         "trainer.placement.colocate_all",
-        "on one GPU; several GPUs are not shared",
+        "in the modes that take turns",
         True,
-        lambda value, theirs: (
-            value
-            if not value or _is_local(theirs)
-            else Without("engines and trainer share one GPU, not several: the engines need further GPUs")
-        ),
+        lambda value, theirs: value,
     ),
     Setting(
         "trainer.placement.colocate_all",

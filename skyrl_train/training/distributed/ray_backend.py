@@ -28,6 +28,7 @@ from skyrl_train.training.messages import ModelSettings, PackedSequences, Role, 
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
+    from skyrl_train.workers.ray import RayPlacement
 
 
 def share_out(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -155,6 +156,7 @@ class RayBackend(RayTraining, TrainingBackend):
         seed: int,
         reference: TrainerConfig | None = None,
         log: Path | None = None,
+        placements: Sequence[RayPlacement] | None = None,
     ) -> None:
         """Start ``trainer.fsdp.num_workers`` actors. Arguments and errors as for :class:`LocalBackend` and
         :class:`WorkerGroup`; ``model_path`` is opened on every node.
@@ -162,12 +164,13 @@ class RayBackend(RayTraining, TrainingBackend):
         Args:
             reference: settings with which the ranks also hold the initial model of ``model_path``; None: they do not.
             log: see :class:`WorkerGroup`.
+            placements: see :class:`WorkerGroup`.
         """
         policy = ModelSettings(model_path, trainer_config, total_steps, temperature, seed)
         models = {Role.policy: policy}
         if reference is not None:  # never trained: no rank holds gradients or moments of it
             models[Role.reference] = replace(policy, trainer=reference)
-        super().__init__(Role.policy, models, WorkerGroup(trainer_config, "trainer.fsdp", log))
+        super().__init__(Role.policy, models, WorkerGroup(trainer_config, "trainer.fsdp", log, placements))
         self._transports: list[WeightTransport] = []
 
     def forward_logprobs(self, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
@@ -186,12 +189,22 @@ class RayBackend(RayTraining, TrainingBackend):
             yield name, self.group.call_alike("weight", name)[0]
 
     def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
-        """See :meth:`TrainingBackend.stage`: in the process of rank 0, on this machine. The transport is sent there in its
-        initial state, and must not be used in this process.
+        """See :meth:`TrainingBackend.stage`: in the process of rank 0, on this machine, or of every rank. The transport is sent
+        there in its initial state, and must not be used in this process.
         """
         key = transport_key(self._transports, transport)
-        update: WeightUpdate = self.group.call_alike("stage", key, transport, version)[0]
-        return update
+        updates = self.group.call_alike("stage", key, transport, version)
+        return transport.merged([update for update in updates if update is not None])
+
+    def release_staging(self, transport: WeightTransport) -> bool:
+        return any(self.group.call_alike("release_staging", transport_key(self._transports, transport)))
+
+    def offload_states(self) -> None:
+        """See :meth:`Training.offload_states`; each rank moves its shards."""
+        self.group.call_alike("offload_states")
+
+    def reload_states(self) -> None:
+        self.group.call_alike("reload_states")
 
     def export_hf(self, folder: Path) -> None:
         """See :meth:`TrainingBackend.export_hf`; rank 0 writes it, from a complete copy of the policy in main memory.
@@ -213,6 +226,7 @@ class RayCritic(RayTraining, CriticBackend):
         seed: int,
         workers: WorkerGroup | None = None,
         log: Path | None = None,
+        placements: Sequence[RayPlacement] | None = None,
     ) -> None:
         """Arguments and errors as for :class:`LocalCritic` and :class:`WorkerGroup`; ``model_path`` is opened on every node.
 
@@ -220,8 +234,9 @@ class RayCritic(RayTraining, CriticBackend):
             workers: the policy's workers, which then hold the critic too and execute one call at a time; None: start
                 ``trainer.critic.fsdp.num_workers`` actors.
             log: see :class:`WorkerGroup`.
+            placements: of these actors; see :class:`WorkerGroup`.
         """
-        group = WorkerGroup(trainer_config, "trainer.critic.fsdp", log) if workers is None else workers
+        group = WorkerGroup(trainer_config, "trainer.critic.fsdp", log, placements) if workers is None else workers
         settings = ModelSettings(model_path, trainer_config, total_steps, 1.0, seed)
         super().__init__(Role.critic, {Role.critic: settings}, group)
 

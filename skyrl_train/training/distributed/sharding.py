@@ -22,6 +22,7 @@ from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import build_empty, load_model, resolve_dtype
 from skyrl_train.training.collectives import Collectives
 from skyrl_train.training.layers import checkpoint_activations, compile_layers
+from skyrl_train.training.optimizer import PolicyOptimizer
 
 
 def shard_mesh(device_type: str, num_ranks: int, shard_size: int | None) -> DeviceMesh:
@@ -116,6 +117,28 @@ def gathered(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     shard = weight.to(weight.device_mesh.device_type, non_blocking=True).to(dtype)
     full: torch.Tensor = shard.full_tensor()  # type: ignore[attr-defined]
     return full
+
+
+@torch.no_grad()
+def move_shards(
+    model: PreTrainedModel, optimizer: PolicyOptimizer, move: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace the memory of each parameter's shard, and of its moments, by ``move(shard)``.
+
+    Between two steps only. FSDP2 takes the new shards as after ``model.to(device)``.
+    """
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor  # a buffer: small, and needed where the model computes
+        # Not from_local, which would move the shard to the device of the mesh.
+        return DTensor(move(tensor.to_local()), tensor._spec, requires_grad=tensor.requires_grad)
+
+    model._apply(moved)
+    for state in optimizer.adamw.state.values():
+        for name, tensor in state.items():
+            if isinstance(tensor, DTensor):
+                state[name] = moved(tensor)
 
 
 def local_shard(weight: torch.Tensor) -> torch.Tensor:

@@ -30,12 +30,12 @@ from skyrl_train.training.backend import Minibatch, TokenRecord
 from skyrl_train.training.collectives import AgreedError, ProcessGroupCollectives
 from skyrl_train.training.critic_worker import CriticWorker, put_value_head
 from skyrl_train.training.distributed import checkpoint
-from skyrl_train.training.distributed.sharding import gathered, load_sharded, shard_mesh
+from skyrl_train.training.distributed.sharding import gathered, load_sharded, move_shards, shard_mesh
 from skyrl_train.training.export import whole_model, write_hf
 from skyrl_train.training.messages import ModelSettings, PackedSequences, Role
 from skyrl_train.training.policy_worker import PolicyWorker
 from skyrl_train.training.sequence_parallel import SequenceRanks
-from skyrl_train.training.state import Snapshots
+from skyrl_train.training.state import Snapshots, host_tensor
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
@@ -75,6 +75,7 @@ class TrainingWorker:
         self._store: TCPStore | None = None
         self._held: dict[Role, _HeldModel] = {}
         self._transports: dict[int, WeightTransport] = {}
+        self._offloaded = False
 
     def host_store(self, host: str, num_ranks: int) -> Rendezvous:
         """Serve the store through which the ranks meet; ``host`` is this machine's address."""
@@ -182,16 +183,20 @@ class TrainingWorker:
         return full.cpu() if dist.get_rank() == 0 else None
 
     def stage(self, key: int, transport: WeightTransport, version: int) -> WeightUpdate | None:
-        """Let rank 0 copy the policy's weights to the staging area of the transport with this ``key``, parameter by parameter.
+        """Let rank 0, or every rank, copy the policy's weights to the staging area of the transport with this ``key``,
+        parameter by parameter.
 
         Args:
             transport: in its initial state; the first one with this key stays open here.
+
+        Returns:
+            The update of a rank that has copied them.
         """
         weights = self._gathered_weights(policy_weights(self._policy))
 
         def copy() -> WeightUpdate | None:
             try:
-                if dist.get_rank() == 0:
+                if dist.get_rank() == 0 or transport.on_every_rank:
                     update = self._transports.setdefault(key, transport).gather(weights, version)
                     return replace(update, adapter=adapter_of(self._policy))
             finally:
@@ -199,6 +204,45 @@ class TrainingWorker:
             return None
 
         return self._collectives.all_succeed(copy)
+
+    def release_staging(self, key: int) -> bool:
+        """Free the staging copies of the transport with this ``key`` on this rank's device."""
+        return key in self._transports and self._transports[key].release()
+
+    def offload_states(self) -> None:
+        """Move the shards of all models and moments out of this rank's device: from a GPU to pinned memory, from main memory to
+        files of ``tempfile``. Models with ``cpu_offload`` stay where they are. Idempotent.
+        """
+        if self._offloaded:
+            return
+        for held in self._on_device():
+            assert not held.worker.has_open_step, "gradients of a step that has begun would stay"
+            held.snapshots.copied()  # a copy under way would keep the memory
+
+            def outside(shard: torch.Tensor) -> torch.Tensor:
+                return host_tensor(shard).copy_(shard, non_blocking=True)
+
+            move_shards(held.worker.model, held.worker.optimizer, outside)
+        self._offloaded = True
+        if self._mesh.device_type == "cuda":
+            torch.cuda.synchronize()  # the copies
+            torch.cuda.empty_cache()  # for the engines' processes
+
+    def reload_states(self) -> None:
+        """Undo :meth:`offload_states`. Idempotent."""
+        if not self._offloaded:
+            return
+        device = torch.device(self._mesh.device_type)
+        for held in self._on_device():
+
+            def inside(shard: torch.Tensor) -> torch.Tensor:
+                return torch.empty_like(shard, device=device).copy_(shard, non_blocking=True)
+
+            move_shards(held.worker.model, held.worker.optimizer, inside)
+        self._offloaded = False
+
+    def _on_device(self) -> list[_HeldModel]:
+        return [held for held in self._held.values() if not held.settings.trainer.fsdp.cpu_offload]
 
     def snapshot(self, role: Role) -> int:
         """Begin to copy this rank's state to main memory, over the copy before it; return the snapshot's number."""

@@ -12,23 +12,24 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from skyrl_train.config.cluster import POLICY_RANKS, ClusterNeeds, RayActors
 from skyrl_train.config.derive import fsdp_num_gpus
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.errors import ConfigError, TrainingWorkerError, first_line
+from skyrl_train.errors import TrainingWorkerError, first_line
 from skyrl_train.runtime.process import write_output_to
 from skyrl_train.training.collectives import AgreedError
 from skyrl_train.training.distributed.worker import TrainingWorker
 from skyrl_train.training.messages import recovery_advice
 from skyrl_train.workers.messages import Call, Raised, Result
-from skyrl_train.workers.ray import RayPlacement, cluster_is_own, connect, free_resources
+from skyrl_train.workers.ray import RayPlacement, connect
+from skyrl_train.workers.reservation import Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +56,27 @@ class WorkerGroup:
         trainer: ``device`` and ``fsdp`` give the number of ranks and their resources.
         key: the setting of ``fsdp``, for messages.
         log: the beginning of the paths of the workers' logs (``training`` for ``training-0.log``); None: Ray keeps their output.
+        placements: of the ranks, the first on this machine; None: the group reserves resources for itself.
 
     Raises:
         ConfigError: (constructor) Ray cannot be reached, or this process has started Ray and the machine lacks resources.
         TrainingWorkerError: the cluster has no room for the workers, or one of them has died; then all are ended.
     """
 
-    def __init__(self, trainer: TrainerConfig, key: str, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        key: str,
+        log: Path | None = None,
+        placements: Sequence[RayPlacement] | None = None,
+    ) -> None:
         self._end: str | None = None  # why the group has ended
         self._recovery = recovery_advice(trainer)
         # Calls of two threads that reached the ranks in different orders would leave them in two collectives forever.
         self._calling = threading.Lock()
         self._actors: list[Any] = []
-        self._placement: PlacementGroup | None = None
+        self._placements = placements
+        self._reservation: Reservation | None = None
         self.locations: list[RankLocation] = []  # by rank
         self.size = trainer.fsdp.num_workers
         self.ranks_per_share = trainer.fsdp.sequence_parallel_size  # neighbours that get the same sequences
@@ -117,13 +126,18 @@ class WorkerGroup:
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-            self._placement = None
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
 
     def _start(self, trainer: TrainerConfig, key: str, log: Path | None) -> None:
-        self._placement = _reserve(trainer, key)
-        actors = [_actor(trainer, self._placement, bundle, log) for bundle in range(trainer.fsdp.num_workers)]
+        placements = self._placements
+        if placements is None:
+            ranks = RayActors(POLICY_RANKS, self.size, trainer.fsdp.ray_num_cpus, fsdp_num_gpus(trainer))
+            keys = f"{key}.num_workers or {key}.ray_num_cpus"
+            self._reservation = Reservation(ClusterNeeds(0, 0, (ranks,)), trainer.fsdp.start_timeout_s, keys)
+            placements = self._reservation.placements(POLICY_RANKS)
+        actors = [_actor(trainer, placement, number, log) for number, placement in enumerate(placements)]
         self._actors = actors
         limit_s = trainer.fsdp.start_timeout_s
         places = _get([actor.location.remote() for actor in actors], limit_s)
@@ -194,61 +208,11 @@ def _submit(actor: Any, method: str, *arguments: Any) -> Any:
     return answer.remote(Call(0, method, arguments))
 
 
-def _reserve(trainer: TrainerConfig, key: str) -> PlacementGroup:
-    """Reserve a bundle of the cluster's resources for each rank, the first on this machine.
-
-    Raises:
-        ConfigError: this process started Ray, and the machine has too little; waiting does not help.
-        TrainingWorkerError: the cluster has no room within the start timeout.
-    """
-    workers = trainer.fsdp.num_workers
-    wanted = {"CPU": trainer.fsdp.ray_num_cpus, "GPU": fsdp_num_gpus(trainer)}
-    bundle = {name: amount for name, amount in wanted.items() if amount > 0}
-    if cluster_is_own():
-        left = _unreserved()
-        for resource, amount in bundle.items():
-            free = round(left.get(resource, 0.0), 4)  # as finely as Ray counts
-            if round(workers * amount, 4) > free:
-                raise ConfigError(
-                    f"{key}.num_workers={workers}, each with {amount:g} {resource}, need more than the {free:g} that other "
-                    f"training workers leave of the Ray that this run has started on its machine. Lower {key}.num_workers or "
-                    f"{key}.ray_num_{resource.lower()}s, or start a cluster with more (ray start)."
-                )
-    # A token amount of this machine's own resource keeps the first bundle here.
-    this_machine = {f"node:{ray.util.get_node_ip_address()}": 0.001}
-    group = placement_group([bundle | this_machine] + [bundle] * (workers - 1), strategy="PACK")
-    if not group.wait(trainer.fsdp.start_timeout_s):
-        remove_placement_group(group)
-        raise TrainingWorkerError(
-            f"The cluster has no room for the training workers after {key}.start_timeout_s="
-            f"{trainer.fsdp.start_timeout_s:g}: {key}.num_workers={workers}, each with {bundle}, the first on this machine; "
-            f"free now: {free_resources()}. Free some, add nodes, or ask for less."
-        )
-    return group
-
-
-def _unreserved() -> dict[str, float]:
-    """Return what no group of workers has reserved. Other groups of this run end with it, so none would become free."""
-    left = dict(ray.cluster_resources())
-    for group in placement_group_table().values():
-        if group["state"] != "REMOVED":
-            for bundle in group["bundles"].values():
-                for resource, amount in bundle.items():
-                    left[resource] = left.get(resource, 0.0) - amount
-    return left
-
-
-def _actor(trainer: TrainerConfig, group: PlacementGroup, bundle: int, log: Path | None) -> Any:
+def _actor(trainer: TrainerConfig, placement: RayPlacement, number: int, log: Path | None) -> Any:
     remote = ray.remote(concurrency_groups={"concurrent": 1})(_RankActor)
-    placement = RayPlacement(
-        num_cpus=trainer.fsdp.ray_num_cpus,
-        num_gpus=fsdp_num_gpus(trainer),
-        environment={"OMP_NUM_THREADS": str(max(1, int(trainer.fsdp.ray_num_cpus))), **trainer.fsdp.environment},
-        placement_group=group,
-        bundle_index=bundle,
-    )
-    log_file = None if log is None else f"{log.absolute()}-{bundle}.log"
-    return remote.options(**placement.options()).remote(log_file)
+    environment = {"OMP_NUM_THREADS": str(max(1, int(trainer.fsdp.ray_num_cpus))), **trainer.fsdp.environment}
+    log_file = None if log is None else f"{log.absolute()}-{number}.log"
+    return remote.options(**replace(placement, environment=environment).options()).remote(log_file)
 
 
 def _get(calls: list[Any], limit_s: float) -> list[Any]:
