@@ -116,22 +116,27 @@ def test_a_recipe_fits_the_gpu_that_it_names_with_its_engine(recipe: str) -> Non
     assert plan.config.trainer.micro_batch_tokens >= plan.max_model_len
 
 
-def test_the_recipe_for_four_nodes_fits_them_and_is_launched_by_one_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "cluster"), [("eight_gpus", Cluster(1, 8, "H100")), ("four_nodes", Cluster(4, 8, "H100"))]
+)
+def test_a_recipe_for_several_gpus_fits_them_and_is_launched_by_one_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, cluster: Cluster
 ) -> None:
-    path = RECIPES / "gsm8k" / "four_nodes.yaml"
-    there = machine_plan(resolve(compose(str(path), []), 7_473), Cluster(4, 8, "H100"))
+    path = RECIPES / "gsm8k" / f"{name}.yaml"
+    there = machine_plan(resolve(compose(str(path), []), 7_473), cluster)
     assert (there.problems, there.tight) == ((), ()) and there.step is not None
     monkeypatch.chdir(tmp_path)
-    for name in ("train", "test"):
-        rows = tmp_path / "data" / "gsm8k" / f"{name}.parquet"
+    for part in ("train", "test"):
+        rows = tmp_path / "data" / "gsm8k" / f"{part}.parquet"
         rows.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.Table.from_pylist(converted("gsm8k") * 256), rows)
-    (tmp_path / "four_nodes.yaml").write_text(path.read_text())
-    (tmp_path / "gsm8k.yaml").write_text((path.parent / "gsm8k.yaml").read_text())
-    assert main(["launch", "slurm", "four_nodes.yaml"]) == 0
-    assert "4 nodes with Ray" in capsys.readouterr().out
-    assert "#SBATCH --nodes=4" in (tmp_path / "launch" / "gsm8k-four-nodes" / "slurm.sh").read_text()
+    for file in (f"{name}.yaml", "gsm8k.yaml"):
+        (tmp_path / file).write_text((path.parent / file).read_text())
+    assert main(["launch", "slurm", f"{name}.yaml"]) == 0
+    nodes = cluster.nodes
+    assert f"{nodes} node{'s' * (nodes > 1)} with Ray" in capsys.readouterr().out
+    script = (tmp_path / "launch" / f"gsm8k-{name.replace('_', '-')}" / "slurm.sh").read_text()
+    assert f"#SBATCH --nodes={nodes}\n" in script and "#SBATCH --gpus-per-node=8\n" in script
 
 
 def test_a_recipe_without_checkpointing_would_not_fit() -> None:
