@@ -96,7 +96,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     steps = options.events // (16 * 11)  # about eleven events for a group of eight samples
     run = RecordedRun(folder / "runs" / "long-1", steps=steps, groups=16, samples=samples).path
     events = len(EventReader(run / EVENTS).poll())
-    groups = options.bars // (samples * 3)  # some responses have two turns, or two versions
+    groups = options.bars // (samples * 2)  # some responses have two turns, or two versions
     RecordedRun(folder / "runs" / "lanes-1", steps=6, groups=max(1, groups // 4), samples=samples)
     async with serving(folder / "runs") as (url, server), browsing(folder / "profile") as browser:
         await browser.size(1400, 900)

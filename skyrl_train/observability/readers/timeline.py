@@ -163,9 +163,10 @@ class EventStore:
             parsed = self._read(paths, wanted if whole else wanted[-MAX_SEGMENTS:])
             # Nothing but groups is known from before the first segment that was read.
             from_ = t0 if whole else max(t0, parsed[0].begins)
-            groups = group_lives(parsed, from_, t1)
             # At the end of the record, a group that is stuck has no event at all.
-            if wanted[-1] == numbers[-1] or any("version" not in group for group in groups):
+            before = wanted[-1] == numbers[-1]
+            groups = [] if before else group_lives(parsed, from_, t1)
+            if before or any("version" not in group for group in groups):
                 parsed = [self._lasting_groups(paths, wanted[-len(parsed)]), *parsed]
                 groups = group_lives(parsed, from_, t1)
             last = self._read(paths, numbers[-1:])[0].last

@@ -110,7 +110,7 @@ const answers = inlined && JSON.parse(inlined.textContent);
 
 // Milliseconds of the server's processor for the last answer, by path.
 const costs = {};
-const PACE = 160; // parsing new events and compression cost the server nearly twice as much again
+const PACE = 100; // parsing new events and compression cost the server nearly twice as much again
 
 export async function get(path, parameters = {}) {
   if (answers) return answers[[path, parameters.run, parameters.axis].filter((one) => typeof one === "string").join(" ")];
