@@ -10,8 +10,8 @@ ROOMS = {
     "chat": ("chat", "response_text"),
     "client": ("client", "continuation", "fleet", "replay"),
     "config": (
-        "config", "no_effect", "import_path", "memory_fit", "machine_plan",
-        "lora_settings", "algorithms_settings", "distributed_settings",
+        "config", "no_effect", "import_path", "memory_fit", "machine_plan", "lora_settings", "algorithms_settings",
+        "distributed_settings",
     ),
     "data": ("dataloader", "dataset", "ledger", "samplers", "streaming_data"),
     "dialects": ("dialect",),

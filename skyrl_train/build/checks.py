@@ -73,6 +73,7 @@ def check_devices(config: RunConfig) -> None:
         "trainer.device",
         "trainer.critic.device",
         "rollout.stages.reference.device",
+        "rollout.stages.proximal.device",
         "generator.inference_engine.device",
     ):
         name = setting(config, key)

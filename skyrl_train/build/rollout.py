@@ -24,7 +24,7 @@ from skyrl_train.generators.remote.generator import RemoteGenerator
 from skyrl_train.generators.remote.host import ActorSetup, GeneratorHost
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.observability.failures import OnFailure
-from skyrl_train.rollout.stages.logprobs import ReferenceStage, ValueStage, worth_scoring
+from skyrl_train.rollout.stages.logprobs import ReferenceStage, ReplicaStage, ValueStage, worth_scoring
 from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.rollout.stages.reward import SETTING, RewardStage, is_async, reward_work
 from skyrl_train.training.actor_critic import ActorCritic
@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # Ray need not be installed
     from skyrl_train.workers.ray import RayPlacement
     from skyrl_train.workers.reservation import Reservation
 
+POLICY_REPLICA = "skyrl_train.training.reference:PolicyReplica"
 FROZEN_POLICY = "skyrl_train.training.reference:FrozenPolicy"
 SHARDED_REFERENCE = "skyrl_train.training.reference:ShardedReference"
 
@@ -130,6 +131,12 @@ def build_stages(
                 needed=worth_scoring(config.trainer.algorithm),
             )
         )
+    if derive.has_replica(config):
+        stages.append(
+            ReplicaStage(
+                _replica_executor(config, model_path), max_parallel=1, needed=worth_scoring(config.trainer.algorithm)
+            )
+        )
     return stages
 
 
@@ -142,6 +149,22 @@ def value_stages(algorithm: AlgorithmConfig, backend: TrainingBackend) -> list[S
         return await asyncio.wrap_future(backend.submit_values(sequences))
 
     return [ValueStage(forward, needed=worth_scoring(algorithm))]
+
+
+def _replica_executor(config: RunConfig, model_path: str) -> Executor:
+    trainer, proximal = config.trainer, config.rollout.stages.proximal
+    arguments = {
+        "model_path": model_path,
+        "lora": trainer.policy.model.lora if trainer.policy.model.lora.rank else None,
+        "dtype": config.generator.inference_engine.dtype,  # of the weights that a sync brings
+        "device": derive.replica_device(config),
+        "temperature": config.generator.sampling_params.temperature,
+        "micro_batch_tokens": trainer.micro_batch_tokens,
+        "packing": trainer.packing,
+        "fp32_head": trainer.policy.fp32_head,
+    }
+    resources = proximal.ray_num_cpus, derive.replica_num_gpus(config)
+    return _executor(Work(POLICY_REPLICA, arguments), proximal.executor, 1, *resources)
 
 
 def _reference_executor(config: RunConfig, model_path: str, reservation: Reservation | None) -> Executor:

@@ -47,6 +47,7 @@ from skyrl_train.observability.gpus import training_flops
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.rollout.data.dataset import PromptDataset, check_template
+from skyrl_train.rollout.stages.logprobs import ReplicaStage
 from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.runtime.concurrency import close_all, gather_or_cancel
 from skyrl_train.trainer import PPOTrainer, TrainerComponents
@@ -107,6 +108,7 @@ async def build_trainer(
                 config, plan, tokenizer, model_path, numbers, workers, logs, NO_EVENTS, placements
             )
         stages = build_stages(config, model_path, run.client.decode, reporter.attempt_failed, reservation)
+        replica = next((stage.load for stage in stages if isinstance(stage, ReplicaStage)), None)
         pause_mode = PauseMode(config.generator.pause_mode)
         clients = [group.client for group in (run, evaluation) if group is not None]
         # Slow to load: the engines in their processes, the backend in a thread. They load at the same time where they may.
@@ -123,7 +125,9 @@ async def build_trainer(
                 client=run.client,
                 generator=run.generator,
                 backend=backend,
-                syncer=WeightSyncer(run.client, run.transport, backend.stage, pause_mode, events=events),
+                syncer=WeightSyncer(
+                    run.client, run.transport, backend.stage, pause_mode, events=events, replica=replica
+                ),
                 dataset=dataset,
                 checkpoints=checkpoints,
                 reporter=reporter,

@@ -81,6 +81,12 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
         number = reference.num_workers if reference.executor == "workers" else reference.max_parallel
         gpus = derive.reference_num_gpus(config)
         actors.append(RayActors(REFERENCE_ACTORS, number, reference.ray_num_cpus, gpus))
+    if derive.has_replica(config):
+        if rollout.stages.proximal.executor == "ray":
+            gpus = derive.replica_num_gpus(config)
+            actors.append(RayActors("replica of the policy", 1, rollout.stages.proximal.ray_num_cpus, gpus))
+        else:
+            devices.append(derive.replica_device(config))
     if engine.executor == "ray":
         # In turns with the ranks, whose CPUs and GPUs are reserved.
         shared = derive.engines_share_ranks(config)
@@ -149,6 +155,8 @@ def node_memory(config: RunConfig, needs: ClusterNeeds, memory: MemoryEstimate |
         models += memory.activation_bytes + memory.head_gradient_bytes + memory.critic_activation_bytes
     if derive.reference_device(config) == "cpu" or derive.reference_offload(config):
         models += memory.reference_bytes + memory.apart_reference_bytes
+    if derive.has_replica(config) and derive.replica_device(config) == "cpu":
+        models += memory.engine_weight_bytes // engine.num_engines
     if engine.device == "cpu":
         models += memory.engine_weight_bytes + memory.kv_cache_bytes
     return other + models

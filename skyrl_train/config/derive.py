@@ -13,6 +13,7 @@ from skyrl_train.config.schema import (
     InferenceEngineConfig,
     ModelConfig,
     PolicyConfig,
+    ProximalPolicy,
     RunConfig,
     TrainerConfig,
     TrainerMode,
@@ -357,12 +358,37 @@ def reference_num_gpus(config: RunConfig) -> float:
     return reference.ray_num_gpus or float(reference.executor == "workers")
 
 
+# ---- the proximal policy
+
+
+def has_replica(config: RunConfig) -> bool:
+    """Return whether proximal log-probs come from a replica of the policy with its own resources."""
+    return (
+        config.trainer.algorithm.proximal_policy is ProximalPolicy.arrival
+        and config.rollout.stages.proximal.executor != "trainer"
+    )
+
+
+def replica_device(config: RunConfig) -> str:
+    """Return the device of the replica: by default the policy's."""
+    return config.rollout.stages.proximal.device or config.trainer.device
+
+
+def replica_num_gpus(config: RunConfig) -> float:
+    """Return the GPUs that the replica's actor reserves: none on the CPU, else by default one."""
+    if replica_device(config) == "cpu":
+        return 0.0
+    wanted = config.rollout.stages.proximal.ray_num_gpus
+    return 1.0 if wanted is None else wanted
+
+
 def trains_on_gpus(config: RunConfig) -> bool:
-    """Return whether policy, critic or reference policy compute on GPUs."""
+    """Return whether policy, critic, reference policy or replica compute on GPUs."""
     trainer = config.trainer
     devices = [trainer.device]
     devices += [critic_trainer(trainer).device] if needs_critic(trainer.algorithm) else []
     devices += [reference_device(config)] if needs_reference(trainer.algorithm) else []
+    devices += [replica_device(config)] if has_replica(config) else []
     return any(device != "cpu" for device in devices)
 
 

@@ -331,6 +331,10 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
     if derive.reference_is_local(config):
         device = derive.full_device_name(derive.reference_device(config))
         held.append(("reference policy", device, _local_reference_bytes(config, memory), 0))
+    if derive.has_replica(config) and config.rollout.stages.proximal.executor != "ray":
+        device = derive.full_device_name(derive.replica_device(config))
+        of_engine = memory.engine_weight_bytes // config.generator.inference_engine.num_engines
+        held.append(("replica of the policy", device, of_engine, 0))
     requirements = []
     # Each device once, and the main memory always: it holds the snapshots.
     for device in dict.fromkeys([*(device for _, device, _, _ in held), "cpu"]):
@@ -338,7 +342,7 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
         if on_gpu and not machine.gpu_bytes:
             continue
         models = [name for name, _, _, _ in here]
-        trained = tuple(name for name in models if name != "reference policy")
+        trained = tuple(name for name in models if name in ("policy", "critic"))
         engines = _engine_bytes(config, memory, device, min(machine.gpu_bytes)) if on_gpu and trained else 0
         if on_gpu:
             kind = f"{_STATE}{' and engines' * bool(engines)}" if trained else "weights"

@@ -64,7 +64,12 @@ def _schedule(config: RunConfig) -> Warnings:
 
 
 def _loss(config: RunConfig) -> Warnings:
-    algorithm = config.trainer.algorithm
+    algorithm, executor = config.trainer.algorithm, config.rollout.stages.proximal.executor
+    if executor != "trainer" and algorithm.proximal_policy is not ProximalPolicy.arrival:
+        yield (
+            f"rollout.stages.proximal.executor={executor} with {ALGORITHM}.proximal_policy={algorithm.proximal_policy}: only the "
+            "log-probs of arriving groups come from a replica. Set proximal_policy=arrival, or executor=trainer."
+        )
     # Only then is the ratio 1 for every token when the loss is computed.
     one_pass = config.trainer.update_epochs_per_batch == 1 and algorithm.proximal_policy is ProximalPolicy.step
     if algorithm.policy_loss_type == "kl_cov" and one_pass:

@@ -159,6 +159,7 @@ def _run_rows(plan: Plan) -> Rows:
         ("learning rate", f"{_learning_rate(optimizer, rates)}{never}"),
         *_critic_rows(trainer),
         *_reference_rows(plan),
+        *_replica_rows(plan),
         ("micro-batches", f"up to {trainer.micro_batch_tokens:,} tokens, {packing}{checkpointing}"),
         ("run folder", trainer.run_dir or f"{trainer.runs_dir}/{trainer.run_name}-N"),
         ("checkpoints", checkpoints if trainer.ckpt_path is None else f"{checkpoints}, in {trainer.ckpt_path}"),
@@ -243,6 +244,16 @@ def _critic_rows(trainer: TrainerConfig) -> Rows:
         ),
         ("its learning rate", _learning_rate(critic.policy.optimizer_config)),
     ]
+
+
+def _replica_rows(plan: Plan) -> Rows:
+    config, proximal = plan.config, plan.config.rollout.stages.proximal
+    if not derive.has_replica(config):
+        return []
+    where = {"thread": "a thread of this process", "process": "a separate process"}.get(
+        proximal.executor, f"a Ray actor of {_reserved(proximal.ray_num_cpus, derive.replica_num_gpus(config))}"
+    )
+    return [("proximal policy", f"a replica of the policy on {derive.replica_device(config)}, in {where}")]
 
 
 def _reference_rows(plan: Plan) -> Rows:

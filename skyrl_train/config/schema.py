@@ -481,11 +481,24 @@ class ReferenceStageConfig:
 
 
 @dataclass
+class ProximalStageConfig:
+    """Proximal log-probs of groups as they arrive, for ``trainer.algorithm.proximal_policy=arrival``."""
+
+    # trainer (the trained policy itself, between two calls of the trainer) | process | thread | ray (a replica of the policy with
+    # its own resources, which receives every weight sync)
+    executor: Annotated[str, OneOf("trainer", "process", "thread", "ray")] = "trainer"
+    device: str | None = None  # of a replica; None: trainer.device
+    ray_num_cpus: Annotated[float, Ge(0)] = 1.0  # reserved for a replica's actor
+    ray_num_gpus: Annotated[float, Ge(0)] | None = None  # the same for GPUs; None: 1 on cuda
+
+
+@dataclass
 class StagesConfig:
     """The stages that a group passes between its generation and the buffer."""
 
     reward: RewardStageConfig = field(default_factory=RewardStageConfig)
     reference: ReferenceStageConfig = field(default_factory=ReferenceStageConfig)
+    proximal: ProximalStageConfig = field(default_factory=ProximalStageConfig)
 
 
 @dataclass

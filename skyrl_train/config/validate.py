@@ -739,6 +739,7 @@ def _stages(config: RunConfig) -> Errors:
             f"rollout.stages.reward.function={function}: is no import path. Name it as package.module:function or "
             "file.py:function."
         )
+    yield from _replica(config)
     if not derive.needs_reference(config.trainer.algorithm):
         return
     device, gpus = derive.reference_device(config), derive.reference_num_gpus(config)
@@ -766,6 +767,29 @@ def _stages(config: RunConfig) -> Errors:
             f"{REFERENCE}.executor={reference.executor} with trainer.strategy=fsdp2 on cuda: Ray gave the GPUs to the workers. "
             f"Set {REFERENCE}.executor=workers or colocated, or name a separate GPU in {REFERENCE}.device."
         )
+
+
+def _replica(config: RunConfig) -> Errors:
+    if not derive.has_replica(config):
+        return
+    executor, transport = config.rollout.stages.proximal.executor, derive.weight_transport(config)
+    device, key, of_transport = derive.replica_device(config), "rollout.stages.proximal", "generator.weight_transport"
+    if executor == "ray":
+        if device not in ("cpu", "cuda"):
+            yield f"{key}.executor=ray on {device}: the actor sees only the GPU that Ray gives it. Set {key}.device=cuda or cpu."
+        elif device == "cuda" and not derive.replica_num_gpus(config) > 0:
+            yield f"{key}.executor=ray on cuda with {key}.ray_num_gpus=0: the actor would see no GPU. Set {key}.ray_num_gpus=1."
+    elif device == "cuda" and config.trainer.strategy is TrainingStrategy.fsdp2:
+        yield (
+            f"{key}.executor={executor} with trainer.strategy=fsdp2 on cuda: Ray gave the GPUs to the workers. Set "
+            f"{key}.executor=ray, or name a separate GPU in {key}.device."
+        )
+    if transport == "cuda_ipc":
+        yield f"{key}.executor={executor} with {of_transport}=cuda_ipc, which reaches engines alone. Set {of_transport}=gloo."
+    elif transport == "nccl" and device == "cpu":
+        yield f"{key}.device=cpu with {of_transport}=nccl, which reaches GPUs. Set {key}.device=cuda, or {of_transport}=gloo."
+    elif transport == "shared_memory" and executor == "ray":
+        yield f"{key}.executor=ray with {of_transport}=shared_memory: the actor may be elsewhere. Set {of_transport}=gloo."
 
 
 # ---- checkpoints, evaluation

@@ -560,9 +560,12 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         """
         # The priority is the oldest version in the trajectory: the group that becomes stale first is served first.
         version, engine = self._pool.policy_version, self._pool.engines[number]
+        params, stop, can = segment.sampling_params, request.params.stop, engine.capabilities
+        if stop and can.stop_strings and on_progress is None:
+            params = dataclasses.replace(params, stop=stop)
         engine_input = InferenceEngineInput(
             prompt_token_ids=[segment.prompt_token_ids],
-            sampling_params=segment.sampling_params,
+            sampling_params=params,
             session_ids=None if request.session_id is None else [request.session_id],
             priority=min(
                 version if request.oldest_version is None else request.oldest_version,
@@ -570,8 +573,9 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             ),
             adapter=request.adapter,
         )
-        if on_progress is None and not request.params.stop:  # stop strings are matched as tokens arrive
-            if not engine.capabilities.chunked_streaming:
+        # Stop strings are matched as tokens arrive, so they have to arrive one at a time where the engine samples on behind one.
+        if on_progress is None and (not stop or can.stop_strings):
+            if not can.chunked_streaming:
                 response.add(only_chunk(await engine.generate(engine_input)), segment.number)
                 return
             engine_input["chunk_tokens"] = _KEPT_TOKENS

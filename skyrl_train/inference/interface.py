@@ -162,6 +162,8 @@ class InferenceEngineInput(TypedDict, total=False):
     ``priority``: a lower one is scheduled first by engines with ``capabilities.priorities``; others ignore it.
     ``adapter``: the name of a loaded LoRA adapter (``load_adapter``). ``chunk_tokens``: tokens per streamed chunk (default 1),
     where ``capabilities.chunked_streaming``. ``detokenize=False``: the client leaves ``responses`` empty; engines ignore it.
+    Stop strings of the sampling parameters are the client's: engines with ``capabilities.stop_strings`` end a request at one with
+    the stop reason "abort", so that the client continues it if it has found none. Others sample on.
     """
 
     prompts: Sequence[Sequence[Mapping[str, Any]]] | None
@@ -248,7 +250,8 @@ class EngineCapabilities:
     """The features of an engine. The client and the trainers read this instead of probing.
 
     ``chunked_streaming``: streams with larger chunks cost less, so that the client can keep the tokens of a long response
-    without a cost per token. ``structured_output``: the engine follows grammars. ``grammar_continuation``: it does so with
+    without a cost per token. ``stop_strings``: the engine ends a request at a stop string (see :class:`InferenceEngineInput`), so
+    that those chunks can be large, too. ``structured_output``: the engine follows grammars. ``grammar_continuation``: with
     :mod:`skyrl_train.inference.grammar`, as the embedded engine and vLLM do. Without it, an interrupted response with a grammar
     starts over, its masks are not repeated in training, and tool calls cannot be forced. ``logit_adjustment``: the engine applies
     penalties and biases. ``min_p``, ``logit_bias``: these two are not excluded, as they are in vLLM with speculative decoding.
@@ -274,6 +277,7 @@ class EngineCapabilities:
     priorities: bool = False
     adapters: bool = False
     chunked_streaming: bool = False
+    stop_strings: bool = False
     weight_receivers: int = 1
     machine: str = ""
 

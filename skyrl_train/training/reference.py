@@ -1,19 +1,25 @@
-"""The reference of a KL term: a policy that never changes, on one device or sharded over workers."""
+"""Policies that only score: the reference of a KL term, on one device or sharded over workers, and a replica of the policy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema import LoraConfig, TrainerConfig
+from skyrl_train.errors import EngineError
+from skyrl_train.inference.engines.embedded.core import load_update
 from skyrl_train.models.folder import load_model, load_tokenizer
+from skyrl_train.models.lora import add_adapter
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.scorer import Scorer
 from skyrl_train.types import GrammarSpan
+from skyrl_train.weight_sync.pinning import wait_for_copies
+from skyrl_train.weight_sync.receiver import WeightReceiver
+from skyrl_train.weight_sync.update import WeightUpdate
 
 if TYPE_CHECKING:
     from skyrl_train.workers.ray import RayPlacement
@@ -53,6 +59,7 @@ class FrozenPolicy:
 
     Args:
         micro_batch_tokens, packing, fp32_head: see :class:`skyrl_train.training.scorer.Scorer`.
+        lora: adds an adapter that changes nothing.
 
     Raises:
         ConfigError: (constructor) ``packing`` or ``fp32_head`` is True, and the model does not allow it.
@@ -69,11 +76,12 @@ class FrozenPolicy:
         micro_batch_tokens: int,
         packing: bool | None = None,
         fp32_head: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         model = load_model(model_path, dtype, device)
-        model.eval()
+        self._model = (model if lora is None else add_adapter(model, lora)).eval()
         self._scorer = Scorer(
-            model,
+            self._model,
             temperature=temperature,
             micro_batch_tokens=micro_batch_tokens,
             packing=packing,
@@ -100,6 +108,42 @@ class FrozenPolicy:
                 scores = iter(values.tolist())
                 results[index] = [next(scores) if sampled else 0.0 for sampled in sequences[index].loss_mask]
         return results
+
+
+class PolicyReplica(FrozenPolicy):
+    """A copy of the trained policy that receives its weight syncs, so that proximal log-probs need nothing of the trainer.
+
+    Its weights are those that the engines serve, in their dtype. It scores under the version that it has loaded last.
+
+    Args:
+        lora: of the policy: then weight syncs carry the adapter.
+        options: of :class:`FrozenPolicy`.
+    """
+
+    def __init__(self, model_path: str, *, lora: LoraConfig | None = None, **options: Any) -> None:
+        super().__init__(model_path, lora=lora, **options)
+        self._receiver = WeightReceiver(self._model.device)
+        self._version = -1
+
+    def __call__(self, request: Sequence[TokensToScore] | WeightUpdate) -> Any:
+        """Score sequences, as :meth:`FrozenPolicy.__call__`; or load an update and return its version.
+
+        Raises:
+            EngineError: the update does not reach this process or is not this model's: the old weights stay. Or there was none.
+        """
+        if not isinstance(request, WeightUpdate):
+            if self._version < 0:
+                raise EngineError("The replica of the policy has no weights: it was started again after its death.")
+            return super().__call__(request)
+        load_update(self._model, request, self._receiver.open_update(request))
+        if self._model.device.type == "cuda":
+            wait_for_copies(self._model.device)  # the trainer may overwrite the staging copy after this
+        self._version = request.version
+        return self._version
+
+    def close(self) -> None:
+        """Forget what was received. Idempotent."""
+        self._receiver.close()
 
 
 class ShardedReference:

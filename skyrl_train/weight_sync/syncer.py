@@ -68,6 +68,7 @@ class WeightSyncer:
         source: gathers the trainer's current weights. They must not change while it runs.
         pause_mode: what happens to running requests during the load.
         events: the record of the run.
+        replica: loads each update into a replica of the policy, beside the engines. None: there is none.
 
     Attributes:
         transport: the same.
@@ -81,6 +82,7 @@ class WeightSyncer:
         pause_mode: PauseMode,
         clock: Callable[[], float] = time.perf_counter,
         events: EventLog = NO_EVENTS,
+        replica: Callable[[WeightUpdate], Awaitable[None]] | None = None,
     ) -> None:
         self._client = client
         self.transport = transport
@@ -88,6 +90,8 @@ class WeightSyncer:
         self._pause_mode = pause_mode
         self._clock = clock
         self._events = events
+        self._replica = replica
+        self._replica_loads: asyncio.Future[None] | None = None  # the last update
         self._task: asyncio.Task[dict[str, float]] | None = None  # the sync that ``begin`` started
 
     async def sync(self, version: int) -> dict[str, float]:
@@ -167,6 +171,10 @@ class WeightSyncer:
         Raises:
             WeightSyncError: there is no room for the copy.
         """
+        if (
+            self._replica_loads is not None
+        ):  # it reads the staging copy of an update, and nothing waits for it elsewhere
+            await self._replica_loads
         started = self._clock()
         try:
             # In a thread, because copying a large model takes seconds and rollouts run on this loop.
@@ -188,6 +196,8 @@ class WeightSyncer:
         """
         update = staged.update
         again = False
+        if self._replica is not None:
+            self._replica_loads = asyncio.ensure_future(self._replica(update))
         times = {"time/gather": staged.gather_s}
         while "time/pause" not in times:
             await self._client.wait_for_engine()
@@ -214,9 +224,10 @@ class WeightSyncer:
 
     async def stop(self) -> None:
         """Cancel the sync under way and return when it has ended, however it ends."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [task for task in (self._task, self._replica_loads) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
         """Free the staging copies."""

@@ -114,7 +114,7 @@ def test_the_embedded_engine_samples_on_the_gpu(paper: PaperProcess) -> None:
     assert on_gpu["versions"] == on_cpu["versions"] == 3 * [[0, 0, 1, 1, 1, 1]]
     # Its tokens go in, tokens and log-probs come out.
     assert sum(on_gpu["step"]["waits"].values()) == 4
-    assert on_gpu["step"]["launches"] <= 140
+    assert on_gpu["step"]["launches"] <= 142
 
 
 @pytest.mark.parametrize("name", paper_worlds.FAULTS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,8 +16,16 @@ from vllm_engines import token_logprobs as reference
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.continuation import Continuation
+from skyrl_train.inference.engines.vllm.requests import EngineRequest, RequestTracker
 from skyrl_train.inference.grammar import Grammars
-from skyrl_train.inference.interface import InferenceEngineOutput, SamplingParams, StopReason, StructuredOutput
+from skyrl_train.inference.interface import (
+    InferenceEngineOutput,
+    SamplingParams,
+    StopReason,
+    StructuredOutput,
+    TokenChunk,
+)
 from skyrl_train.inference.requests import GenerationRequest
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.training.backend import TrainingSequence
@@ -199,3 +209,52 @@ def score(backend: LocalBackend, tokens: list[int], grammars: tuple[GrammarSpan,
     )
     assert len(tokens) < CONTEXT
     return backend.forward_logprobs([sequence])[0]
+
+
+async def test_stop_strings_end_a_response_in_vllm_so_its_tokens_come_in_large_pieces(
+    vllm: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await vllm.sync_weights()
+    client, tokenizer = client_of(vllm), character_tokenizer(ALPHABET)
+    plain = (await client.generate(request(max_tokens=200)))["response_ids"][0]
+    visible = [index for index, token in enumerate(plain) if token > 2]  # special tokens have no text
+    text = tokenizer.decode([plain[index] for index in visible])
+    # Two characters that occur late and nowhere before.
+    place = next(index for index in range(30, len(text) - 1) if text.find(text[index : index + 2]) == index)
+    length, pieces = visible[place + 1] + 1, list[int]()
+    monkeypatch.setattr(Continuation, "add", counted(Continuation.add, pieces))
+    before = (await vllm.engine.health()).generated_tokens
+    output = await client.generate(request(max_tokens=200, stop=[text[place : place + 2]]))
+    assert output["response_ids"] == [plain[:length]] and output["stop_reasons"] == ["stop"]
+    assert output["responses"] == [text[:place]]
+    assert (await vllm.engine.health()).generated_tokens - before == length, "vLLM sampled nothing behind it"
+    if vllm.engine.capabilities.chunked_streaming:
+        assert sum(pieces) == length and len(pieces) <= 4
+
+
+async def test_a_response_continues_where_only_vllm_has_found_a_stop_string(
+    vllm: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await vllm.sync_weights()
+    plain = await client_of(vllm).generate(request(max_tokens=40))
+    # vLLM ends the response at a string that the client does not look for: one of its first characters.
+    first = next(token for token in plain["response_ids"][0] if token > 2)
+    stop = character_tokenizer(ALPHABET).decode([first])
+    run = RequestTracker.chunks
+
+    def with_stop(tracker: RequestTracker, asked: EngineRequest) -> object:
+        return run(tracker, dataclasses.replace(asked, params=dataclasses.replace(asked.params, stop=(stop,))))
+
+    monkeypatch.setattr(RequestTracker, "chunks", with_stop)
+    output = await client_of(vllm).generate(request(max_tokens=40))
+    assert output["response_ids"] == plain["response_ids"] and output["stop_reasons"] == ["length"]
+
+
+def counted(add: Callable[..., None], pieces: list[int]) -> Callable[..., None]:
+    """Notes the tokens of each call."""
+
+    def note(self: Continuation, chunk: TokenChunk, segment: int) -> None:
+        pieces.append(len(chunk.token_ids))
+        add(self, chunk, segment)
+
+    return note

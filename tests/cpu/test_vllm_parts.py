@@ -223,9 +223,13 @@ def test_each_token_has_the_version_that_was_loaded_when_it_was_sampled(updates:
 def test_a_failed_request_is_no_answer() -> None:
     request = InFlightRequest(EngineRequest([1], SamplingParams(), stream=False), "key", None, spans=[(0, 0)])
     with pytest.raises(EngineError, match="'error'"):
-        completion_chunk(request, SimpleNamespace(finish_reason="error", token_ids=[], logprobs=[]), 0)
+        completion_chunk(
+            request, SimpleNamespace(finish_reason="error", stop_reason=None, token_ids=[], logprobs=[]), 0
+        )
     with pytest.raises(EngineError, match="1 tokens and 0 log-probs"):
-        completion_chunk(request, SimpleNamespace(finish_reason="stop", token_ids=[4], logprobs=None), 0)
+        completion_chunk(
+            request, SimpleNamespace(finish_reason="stop", stop_reason=None, token_ids=[4], logprobs=None), 0
+        )
 
 
 class Positions(SimpleNamespace):
@@ -240,12 +244,14 @@ def test_log_probs_that_an_aborted_stream_repeats_are_dropped(tokens: list[int],
     """vLLM 0.26 repeats them all at the end, behind those of tokens that still waited."""
     count = len(logprobs)
     flat = Positions(start_indices=range(count), end_indices=range(1, count + 1), logprobs=logprobs)
-    last = SimpleNamespace(finish_reason="abort", token_ids=tokens, logprobs=flat)
+    last = SimpleNamespace(finish_reason="abort", stop_reason=None, token_ids=tokens, logprobs=flat)
     request = InFlightRequest(EngineRequest([1], SamplingParams(), stream=True), "key", None, spans=[(4, 0)])
     chunk = completion_chunk(request, last, 0)
     assert (chunk.token_ids, chunk.logprobs, chunk.stop_reason) == (tokens, logprobs[: len(tokens)], "abort")
     with pytest.raises(EngineError, match=f"{len(tokens)} tokens and {count} log-probs"):
-        completion_chunk(request, SimpleNamespace(finish_reason=None, token_ids=tokens, logprobs=flat), 0)
+        completion_chunk(
+            request, SimpleNamespace(finish_reason=None, stop_reason=None, token_ids=tokens, logprobs=flat), 0
+        )
 
 
 async def test_outputs_count_as_handled_when_the_handler_asks_for_more() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from skyrl_train.errors import EngineDeadError, EngineError
@@ -103,11 +102,6 @@ class HostedEngine(InferenceEngineInterface):
 
 
 def plain_request(engine_input: InferenceEngineInput) -> tuple[list[list[int]] | None, SamplingParams]:
-    """Return prompts and sampling parameters of a request as plain data, which can travel to the hosted engine.
-
-    The client handles stop strings, so they stay here.
-    """
+    """Return prompts and sampling parameters of a request as plain data, which can travel to the hosted engine."""
     prompts, params = engine_input.get("prompt_token_ids"), SamplingParams.parse(engine_input.get("sampling_params"))
-    if params.stop:
-        params = dataclasses.replace(params, stop=())
     return None if prompts is None else [list(map(int, prompt)) for prompt in prompts], params

@@ -18,6 +18,7 @@ from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.training.backend import TrainingSequence
 from skyrl_train.training.reference import TokensToScore
 from skyrl_train.types import RolloutGroup
+from skyrl_train.weight_sync.update import WeightUpdate
 from skyrl_train.workers.executors import CallFailed, Executor
 
 # For each sequence of P + T tokens, a float tensor [P + T].
@@ -34,6 +35,7 @@ class ReferenceStage(Stage):
     """
 
     name = "reference"
+    scores_of = "reference"  # in messages, and the field of a RolloutSequence that ends in "_logprobs"
 
     def __init__(
         self, executor: Executor, *, max_parallel: int, needed: Callable[[RolloutGroup], bool] = lambda group: True
@@ -49,9 +51,35 @@ class ReferenceStage(Stage):
             scores: Scores = await self.executor.call(tokens_to_score(group))
         except CallFailed as failure:
             if isinstance(failure.error, TrainingWorkerError):  # keep the type: the run may restart after it
-                raise TrainingWorkerError(f"The reference log-probs cannot be computed: {failure.error}") from failure
-            raise StageError(f"The reference log-probs cannot be computed: {failure.reason}") from failure
-        return with_scores(group, "reference_logprobs", scores)
+                raise TrainingWorkerError(
+                    f"The {self.scores_of} log-probs cannot be computed: {failure.error}"
+                ) from failure
+            raise StageError(f"The {self.scores_of} log-probs cannot be computed: {failure.reason}") from failure
+        return with_scores(group, f"{self.scores_of}_logprobs", scores)
+
+
+class ReplicaStage(ReferenceStage):
+    """Adds proximal log-probs, computed by a replica of the policy (``PolicyReplica``) in ``executor``.
+
+    A weight sync waits for the group that is being scored, and later groups are scored under the new version.
+    """
+
+    name = "proximal"
+    scores_of = "proximal"
+
+    async def load(self, update: WeightUpdate) -> None:
+        """Load a policy version, whose staging copy must stay valid meanwhile.
+
+        Raises:
+            StageError: the replica cannot load it.
+        """
+        try:
+            await self.executor.call(update)
+        except CallFailed as failure:
+            raise StageError(
+                f"The replica of the policy, which computes proximal log-probs, cannot load version {update.version}: "
+                f"{failure.reason}"
+            ) from failure
 
 
 class _BackendStage(Stage):
@@ -116,7 +144,8 @@ class ProximalStage(_BackendStage):
 def backend_stages(config: RunConfig, reference: Forward, current: Forward) -> list[Stage]:
     """Return the stages that compute in the training backend, in their order.
 
-    These are the reference if it is colocated, and the proximal log-probs with ``trainer.algorithm.proximal_policy=arrival``.
+    These are the reference if it is colocated, and the proximal log-probs with ``trainer.algorithm.proximal_policy=arrival``
+    unless a replica computes them.
 
     Args:
         reference: see :class:`ColocatedReferenceStage`.
@@ -126,7 +155,7 @@ def backend_stages(config: RunConfig, reference: Forward, current: Forward) -> l
     needed = worth_scoring(algorithm)
     if derive.reference_is_colocated(config):
         stages.append(ColocatedReferenceStage(reference, needed=needed))
-    if algorithm.proximal_policy is ProximalPolicy.arrival:
+    if algorithm.proximal_policy is ProximalPolicy.arrival and not derive.has_replica(config):
         stages.append(ProximalStage(current, needed=needed))
     return stages
 

@@ -271,12 +271,7 @@ class EmbeddedEngineCore:
         weights = self._received[1]
         if isinstance(weights, EngineError):
             raise weights
-        # Checked as a whole before the first copy: half an update is no model.
-        check_weights(self.model, weights, update.adapter)
-        own = _named_tensors(self.model)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                own[name].copy_(weight, non_blocking=True)  # in place, so that tied weights stay tied
+        load_update(self.model, update, weights)
         if self.model.device.type == "cuda":
             wait_for_copies(self.model.device)  # the trainer may overwrite the staging copy after this
         # Tokens sampled from here on carry the new version.
@@ -408,6 +403,20 @@ class EmbeddedEngineCore:
     def _pause_if_drained(self) -> None:
         if self._state == PauseState.DRAINING and not self.runnable:
             self._state = PauseState.PAUSED
+
+
+@torch.no_grad()
+def load_update(model: PreTrainedModel, update: WeightUpdate, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy the weights of an update into the model: all of them or none. On a GPU the copies are queued.
+
+    Raises:
+        EngineError: they are not this model's.
+    """
+    # Checked as a whole before the first copy: half an update is no model.
+    check_weights(model, weights, update.adapter)
+    own = _named_tensors(model)
+    for name, weight in weights.items():
+        own[name].copy_(weight, non_blocking=True)  # in place, so that tied weights stay tied
 
 
 def check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], adapter: AdapterSpec | None) -> None:

@@ -39,7 +39,7 @@ from skyrl_train.inference.engines.vllm.requests import (
     token_versions,
 )
 from skyrl_train.inference.grammar import end_token_ids
-from skyrl_train.inference.interface import TokenChunk, TopLogprobs
+from skyrl_train.inference.interface import StopReason, TokenChunk, TopLogprobs
 from skyrl_train.runtime.concurrency import Signal
 from skyrl_train.types import PauseMode
 
@@ -225,7 +225,8 @@ class AsyncLLMAdapter(VLLMLink):
             ignore_eos=params.ignore_eos,
             logprobs=params.top_logprobs,
             flat_logprobs=True,
-            detokenize=False,
+            stop=list(params.stop) or None,
+            detokenize=bool(params.stop),
             **adjustment_fields(params.adjustment),
             structured_outputs=None if grammar is None else StructuredOutputsParams(json=grammar),
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
@@ -386,12 +387,16 @@ def completion_chunk(in_flight: InFlightRequest, completion: Any, cached_tokens:
         raise EngineError(f"vLLM ended a request with {reason!r}; look above for its own message.")
     token_ids = list(completion.token_ids)
     # vLLM 0.26 ends an aborted stream with no token and, once more, all log-probs, which follow the log-probs of `token_ids`.
-    flat, surplus = completion.logprobs, reason == "abort"
+    at_string = isinstance(completion.stop_reason, str)
+    flat, surplus = completion.logprobs, reason == "abort" or at_string
     logprobs, top = _logprobs(flat, token_ids, in_flight.request.params.top_logprobs, surplus)
     # By position in the response: an update during this chunk splits its tokens.
     versions = token_versions(in_flight.spans, in_flight.delivered, len(token_ids))
     in_flight.delivered += len(token_ids)
     stop_reason = None if reason is None else STOP_REASONS[reason]
+    if at_string:
+        # The client matches stop strings by itself, also across segments. Where vLLM's text differs, the response continues.
+        stop_reason = StopReason.ABORT
     return TokenChunk(token_ids, logprobs, versions, stop_reason, top, cached_tokens)
 
 

@@ -228,6 +228,7 @@ def capabilities(
         priorities=arguments.get("scheduling_policy", "priority") == "priority",
         adapters=settings.enable_lora,
         chunked_streaming=streams_chunks,
+        stop_strings=not arguments.get("skip_tokenizer_init"),
         weight_receivers=settings.num_ranks,
         machine=machine,
     )
