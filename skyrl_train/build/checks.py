@@ -15,7 +15,6 @@ from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.off_policy import CORRECTIONS, REJECTION_STATISTICS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
-from skyrl_train.config.import_path import import_name
 from skyrl_train.config.keys import setting
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
 from skyrl_train.environments.registry import resolve_environment
@@ -106,11 +105,10 @@ def check_import_paths(config: RunConfig) -> None:
         generator_class.endpoint_settings(generator.kwargs)
     if config.rollout.num_actors:
         return  # the actors import environment and agent; this process need not
-    agent = generator.kwargs.get("agent")
     if generator.name == "gym":
         resolve_environment(config.environment)
-    elif generator.name == "harness" and agent is not None:
-        import_name(str(agent), "generator.kwargs.agent", "function")
+    elif generator.name == "harness":
+        generator_class.function_agent(generator.kwargs)
 
 
 def check_machine(config: RunConfig) -> None:

@@ -120,6 +120,20 @@ def environment_factory(name: str, cls: type[Environment], kwargs: Mapping[str, 
             raise ConfigError(f"environment.kwargs.{key} is unknown to {name!r}.{did_you_mean(key, names)}")
     of_constructor = {key: value for key, value in kwargs.items() if key in constructor}
     of_prompts = {key: value for key, value in kwargs.items() if key in prompts}
+    # And the signatures: every rollout would fail.
+    for function, arguments, keywords, right in (
+        (cls, (), {"extras": {}, **of_constructor}, "def __init__(self, extras): super().__init__(extras)"),
+        (cls.step, (None, ""), {}, "def step(self, action)"),
+    ):
+        try:
+            inspect.signature(function).bind(*arguments, **keywords)
+        except TypeError as error:
+            raise ConfigError(f"environment.env_class={name!r} cannot be called: {error}. Write {right}.") from error
+    if inspect.iscoroutinefunction(cls.step):
+        raise ConfigError(
+            f"environment.env_class={name!r}: step() must not be async. Write def step(self, action): it may block, because "
+            "each episode has a thread (is_blocking)."
+        )
     return EnvironmentFactory(
         name=name,
         make=lambda extras: cls(extras=extras, **of_constructor),

@@ -49,6 +49,17 @@ class Text(Sums):
 class Unended(Sums):
     answer = {"reward": 1.0}
 
+class TakesNothing(Sums):
+    def __init__(self): pass
+
+class TakesMore(Sums):
+    def step(self, action, number): return self.answer
+
+class Awaits(Sums):
+    async def step(self, action): return self.answer
+
+async def agent(question, base_url): return 1.0
+
 class Talks(Sums):
     answer = {"reward": 0.0, "done": False, "observations": "go on"}
 
@@ -131,6 +142,17 @@ def long(*more: str) -> tuple[str, ...]:
         (
             ["generator.name=harness", "generator.kwargs.agent=mine.py:reward", "generator.kwargs.endpoint.port=free"],
             ["generator.kwargs.endpoint.port=free", "integer"],
+        ),
+        (
+            [*OWN, "environment.env_class=mine.py:TakesNothing"],
+            ["unexpected keyword argument 'extras'", "def __init__(self, extras)"],
+        ),
+        ([*OWN, "environment.env_class=mine.py:TakesMore"], ["argument: 'number'", "def step(self, action)"]),
+        ([*OWN, "environment.env_class=mine.py:Awaits"], ["step() must not be async", "it may block"]),
+        (["generator.name=harness"], ["The harness needs one agent", "generator.kwargs.command"]),
+        (
+            ["generator.name=harness", "generator.kwargs.agent=mine.py:agent"],
+            ["asks for 'question'", "may name prompt"],
         ),
         (["data.on_long_prompt=skip"], ["data.on_long_prompt=skip is unknown", "error, filter, truncate, keep"]),
         (

@@ -112,11 +112,7 @@ class HarnessGenerator(GeneratorInterface):
         service = ChatService(self._sampling, client.renderer)
         self._server = EndpointServer(create_app(service, client, self._store, server_settings))
         self._base_url: str | None = None  # while the server listens
-        if (agent is None) == (command is None):
-            raise ConfigError(
-                "The harness needs one agent: set generator.kwargs.agent (package.module:function or file.py:function) "
-                "or generator.kwargs.command (a list: a program and its arguments)."
-            )
+        function = self.function_agent({"agent": agent, "command": command})
         self._agent: FunctionAgent | ProcessAgent
         if command is not None:
             # The program must not inherit the keys of the inference servers or of the endpoint's administrator.
@@ -128,8 +124,25 @@ class HarnessGenerator(GeneratorInterface):
             )
         elif environment is not None:
             raise ConfigError("generator.kwargs.environment needs generator.kwargs.command; functions ignore it.")
-        else:
-            self._agent = FunctionAgent(import_name(str(agent), "generator.kwargs.agent", "function"), str(agent))
+        elif function is not None:
+            self._agent = function
+
+    @staticmethod
+    def function_agent(kwargs: Mapping[str, Any]) -> FunctionAgent | None:
+        """Return the agent that ``generator.kwargs`` name; None: it is a program.
+
+        Raises:
+            ConfigError: they name none or two, or it is no function with an agent's arguments.
+        """
+        agent = kwargs.get("agent")
+        if (agent is None) == (kwargs.get("command") is None):
+            raise ConfigError(
+                "The harness needs one agent: set generator.kwargs.agent (package.module:function or file.py:function) "
+                "or generator.kwargs.command (a list: a program and its arguments)."
+            )
+        if agent is None:
+            return None
+        return FunctionAgent(import_name(str(agent), "generator.kwargs.agent", "function"), str(agent))
 
     @staticmethod
     def endpoint_settings(kwargs: Mapping[str, Any]) -> ServerSettings:
