@@ -1,7 +1,7 @@
 """Rewards and speed under each staleness policy: real policies trained in virtual time (docs/benchmarks.md).
 
     python benchmarks/policy_learning.py --out rows.jsonl [--tasks run_length] [--policies accept wait] [--bounds 1 4] [--seeds 0]
-    python benchmarks/policy_learning.py --out rows.jsonl --policies mask --bounds 4 --depths 1 2     D instead of D = S
+    python benchmarks/policy_learning.py --out rows.jsonl --policies mask --bounds 4 --depths 1 2 adapts     instead of D = S
     python benchmarks/policy_learning.py --out rows.jsonl --uncorrected     without token TIS
     python benchmarks/policy_learning.py --out rows.jsonl --table           the table of the file
 
@@ -32,8 +32,8 @@ from skyrl_train.simulation.lengths import rare_tail
 from skyrl_train.simulation.training import TrainingSpeed
 
 POLICIES = ("accept", "wait", "mask", "drop")
-BATCH, SAMPLES = 8, 4
-SLOTS = 64  # all requests that D = 1 admits at once, two ninths of those of D = 8
+BATCH, SAMPLES = 8, 8
+SLOTS = 128  # all requests that D = 1 admits at once, two ninths of those of D = 8
 ENGINE = EngineSpeed(SLOTS, step_s=1.0, transfer_s=0.5, load_s=0.1)
 TRAINING = TrainingSpeed(per_token_s=0.8 / SLOTS)  # training takes 0.8 of the time of generation with all slots in use
 SMALL = (
@@ -65,7 +65,7 @@ class Cell:
 
     task: str
     bound: int
-    depth: float
+    depth: float | None  # None: it adapts, the default
     policy: str
     corrected: bool
     seed: int
@@ -73,13 +73,20 @@ class Cell:
     workload: str
 
 
-def cell(task: str, bound: int, depth: float | None, policy: str, corrected: bool, seed: int, steps: int) -> Cell:
+def depth_of(text: str) -> float | str:
+    """Parse ``--depths``: ``adapts``, ``S`` or a number of steps."""
+    return text if text in ("adapts", "S") else float(text)
+
+
+def cell(task: str, bound: int, depth: float | str, policy: str, corrected: bool, seed: int, steps: int) -> Cell:
     """Return the cell of the task with its current settings."""
     work = TASKS[task]
     tools = b"" if work.tools_s is None else work.tools_s.values.tobytes()
     settings = repr((work.recipe, work.settings, work.engine, work.training)).encode()
-    depth = float(bound if depth is None else depth)
-    return Cell(task, bound, depth, policy, corrected, seed, steps, hashlib.sha256(settings + tools).hexdigest()[:8])
+    steps_ahead = None if depth == "adapts" else float(bound if depth == "S" else depth)
+    return Cell(
+        task, bound, steps_ahead, policy, corrected, seed, steps, hashlib.sha256(settings + tools).hexdigest()[:8]
+    )
 
 
 def overrides(work: Cell) -> list[str]:
@@ -91,7 +98,7 @@ def overrides(work: Cell) -> list[str]:
         f"trainer.max_steps={work.steps}",
         f"{asynchrony}.staleness_policy={work.policy}",
         f"{asynchrony}.max_staleness_steps={work.bound}",
-        f"{asynchrony}.generate_ahead_steps={work.depth}",
+        f"{asynchrony}.generate_ahead_steps={'null' if work.depth is None else work.depth}",
         *(() if work.corrected else (f"{correction}.tis_ratio_type=null", f"{correction}.allow_uncorrected=true")),
     ]
 
@@ -136,7 +143,7 @@ def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(
-                f"| `{row['task']}` | {row['bound']} | {row['depth']:g} | `{row['policy']}` | {_yes_no(row['corrected'])} "
+                f"| `{row['task']}` | {row['bound']} | {_depth(row['depth'])} | `{row['policy']}` | {_yes_no(row['corrected'])} "
                 f"| {row['seed']} | {row['reward']:.3f} | {row['step_s']:.1f} s | {row['mean_lag']:.2f} "
                 f"| {row['max_trained_lag']} | {row['exceeds_bound']:.3f} | {row['masked']:.3f} | {row['dropped']:.3f} |",
                 flush=True,
@@ -153,7 +160,7 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
     yield "|---" * 15 + "|"
     settings = {_setting(each) for each in cells if each in rows}
     for setting in sorted(
-        settings, key=lambda s: (s.task, not s.corrected, s.bound, -s.depth, POLICIES.index(s.policy))
+        settings, key=lambda s: (s.task, not s.corrected, s.bound, -(s.depth or 0), POLICIES.index(s.policy))
     ):
         own = list(_by_seed(rows, cells, setting).values())
         accept = _by_seed(rows, cells, setting._replace(policy="accept", depth=float(setting.bound)))
@@ -162,7 +169,7 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
         timely = f"{median(reward_within(row, a['ended_s'][-1]) for row, a in pairs):.3f}" if pairs else ""
         rewards = [row["reward"] for row in own]
         yield (
-            f"| `{setting.task}` | {_yes_no(setting.corrected)} | {setting.bound} | {setting.depth:g} | `{setting.policy}` "
+            f"| `{setting.task}` | {_yes_no(setting.corrected)} | {setting.bound} | {_depth(setting.depth)} | `{setting.policy}` "
             f"| {len(own)} | **{median(rewards):.3f}** | {min(rewards):.3f} .. {max(rewards):.3f} | {speed} | {timely} "
             f"| {_mean(own, 'mean_lag'):.2f} | {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'exceeds_bound'):.3f} "
             f"| {_mean(own, 'masked'):.3f} | {_mean(own, 'dropped'):.3f} |"
@@ -177,7 +184,7 @@ def averages(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[st
     for corrected, policy in itertools.product((True, False), POLICIES):
         timely, rewards, speeds, ahead, pairs = [], [], [], 0, 0
         settings = {_setting(each) for each in cells if (each.corrected, each.policy) == (corrected, policy)}
-        for setting in sorted(setting for setting in settings if setting.depth == setting.bound):
+        for setting in sorted(each for each in settings if each.depth == each.bound):
             own = _by_seed(rows, cells, setting)
             accept = _by_seed(rows, cells, setting._replace(policy="accept"))
             matched = [(own[seed], accept[seed]) for seed in own if seed in accept]
@@ -211,7 +218,7 @@ class Setting(NamedTuple):
     task: str
     corrected: bool
     bound: int
-    depth: float
+    depth: float | None
     policy: str
 
 
@@ -221,6 +228,10 @@ def _setting(each: Cell) -> Setting:
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
     return fmean(row[name] for row in rows)
+
+
+def _depth(depth: float | None) -> str:
+    return "adapts" if depth is None else f"{depth:g}"
 
 
 def _yes_no(value: bool) -> str:
@@ -233,7 +244,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--bounds", nargs="+", type=int, default=[1, 4, 8], help="S")
-    parser.add_argument("--depths", nargs="+", type=float, default=[None], help="D; D = S where none is given")
+    parser.add_argument("--depths", nargs="+", type=depth_of, default=["S"], help="D: numbers, S or adapts")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--uncorrected", action="store_true", help="without token TIS, instead of with it")

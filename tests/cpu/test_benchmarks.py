@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -108,6 +109,34 @@ def test_the_model_of_the_comparison_with_peers_is_as_fast_as_the_real_trainer(
     figures = re.search(r"model (\S+), real trainer (\S+)", printed)
     assert figures is not None and figures[1] == figures[2]
     assert row in printed
+
+
+def test_a_recorded_benchmark_has_its_output_date_commit_and_load(tmp_path: Path) -> None:
+    (tmp_path / "record.py").write_text((BENCHMARKS / "record.py").read_text())
+    (tmp_path / "short.py").write_text("import sys\nprint('ratio', *sys.argv[1:])\nsys.exit(len(sys.argv) > 2)\n")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    record = [sys.executable, str(tmp_path / "record.py")]
+
+    failed = subprocess.run([*record, "short", "1", "2"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert "nothing was recorded" in failed.stderr
+    assert not (tmp_path / "recorded").exists()
+
+    done = subprocess.run([*record, "short", "1.5"], capture_output=True, text=True, check=True)
+    row = json.loads((tmp_path / "recorded" / "short.json").read_text())
+    assert done.stdout == row["output"] == "ratio 1.5\n"
+    assert row["command"] == "python benchmarks/short.py 1.5"
+    assert re.fullmatch(r"[0-9a-f]{7,}", row["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", row["date"])
+    assert len(row["load"]) == 2
+
+    (tmp_path / "short.py").write_text("print('other')\n")
+    subprocess.run([*record, "short"], capture_output=True, check=True)
+    row = json.loads((tmp_path / "recorded" / "short.json").read_text())
+    assert row["commit"].endswith(" with changes")
+    assert row["output"] == "other\n"
 
 
 def printed_by_fork(forked_runs: ForkedRuns, line: str, folder: Path) -> str:
