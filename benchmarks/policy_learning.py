@@ -152,7 +152,7 @@ def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
 
 def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
     """Yield a line per setting, over its seeds: medians of rewards, means of the rest. Speeds are relative to ``accept`` with
-    D = S and the same seeds."""
+    D = S and the same seeds, or to the same policy with D = S where the file has no ``accept``."""
     yield (
         "| task | TIS | S | D | policy | seeds | reward, median | lowest .. highest | steps/s over `accept` "
         "| reward in `accept`'s time | mean lag | max trained lag | over S | masked | dropped |"
@@ -163,7 +163,8 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
         settings, key=lambda s: (s.task, not s.corrected, s.bound, -(s.depth or 0), POLICIES.index(s.policy))
     ):
         own = list(_by_seed(rows, cells, setting).values())
-        accept = _by_seed(rows, cells, setting._replace(policy="accept", depth=float(setting.bound)))
+        full = setting._replace(depth=float(setting.bound))
+        accept = _by_seed(rows, cells, full._replace(policy="accept")) or _by_seed(rows, cells, full)
         pairs = [(row, accept[row["seed"]]) for row in own if row["seed"] in accept]
         speed = f"{fmean(a['step_s'] / row['step_s'] for row, a in pairs):.2f}" if pairs else ""
         timely = f"{median(reward_within(row, a['ended_s'][-1]) for row, a in pairs):.3f}" if pairs else ""
