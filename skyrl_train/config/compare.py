@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "trainer.max_restarts",
     "trainer.failures",
     "trainer.device",
+    "trainer.tf32",
     "trainer.executor",
     "trainer.placement",
     "trainer.fsdp",

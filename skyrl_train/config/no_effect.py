@@ -169,6 +169,8 @@ def _training_workers(config: RunConfig) -> Warnings:
             f"trainer.max_restarts={trainer.max_restarts} with training in a thread: there is no training process that could "
             "die. Set trainer.max_restarts=0, trainer.executor=process, or trainer.strategy=fsdp2."
         )
+    if trainer.tf32 and not derive.trains_on_gpus(config):
+        yield "trainer.tf32=true without training on a GPU: a CPU has no TF32. Leave it out, or set trainer.device=cuda."
     if local:
         used = _SHARED_WITH_REFERENCE_WORKERS if reference_workers else ()
         unused = [f"trainer.fsdp.{name}" for name in changed(trainer.fsdp) if name not in used]

@@ -427,6 +427,7 @@ class TrainerConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     max_restarts: CountOrZero = 0  # restarts from the last checkpoint after a training process or worker has died
     device: str = "cpu"  # for training: cpu | cuda | cuda:N (local); cpu or cuda of each worker (fsdp2)
+    tf32: bool = False  # on a GPU, products of float32 matrices with 10 bits of mantissa (TF32): several times faster
     ckpt_interval: CountOrZero = 50  # steps; 0: only at the end and on SIGTERM
     max_ckpts_to_keep: Count = 2  # the newest ones; older ones are removed, except for eval.best_metric
     hf_save_interval: CountOrZero = 0  # steps; each writes <run>/policies/global_step_N, which stays; 0: never

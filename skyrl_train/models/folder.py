@@ -206,6 +206,12 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def use_tf32(device: torch.device) -> None:
+    """Let products of float32 matrices on a GPU use TF32 in this process. On a CPU it does nothing."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bars and warnings inside the context; errors are still raised."""

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import torch
 
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.models.folder import load_model
+from skyrl_train.models.folder import load_model, use_tf32
 from skyrl_train.models.lora import adapter_of, add_adapter, base_fingerprint, policy_weights
 from skyrl_train.training.backend import CriticBackend, Training, TrainingBackend
 from skyrl_train.training.collectives import Collectives
@@ -134,6 +134,8 @@ class LocalBackend(LocalTraining[PolicyMicroBatch], PolicyWorker, TrainingBacken
             checkpoint_activations(model)
         super().__init__(model, model_path, trainer_config, total_steps, temperature, Collectives(), Snapshots())
         self._device = model.device
+        if trainer_config.tf32:
+            use_tf32(self._device)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`TrainingBackend.named_weights`; tied weights appear once."""
@@ -168,3 +170,5 @@ class LocalCritic(LocalTraining[CriticMicroBatch], CriticWorker, CriticBackend):
             checkpoint_activations(model, "trainer.critic")
         super().__init__(model, trainer_config, total_steps, Collectives(), Snapshots())
         self._device = model.device
+        if trainer_config.tf32:
+            use_tf32(self._device)

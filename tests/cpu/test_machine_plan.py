@@ -236,6 +236,15 @@ def test_more_gpus_train_and_sample_more() -> None:
     assert 0.12 < fast.mfu < 0.28
 
 
+def test_float32_is_slower_and_tf32_makes_up_for_a_part() -> None:
+    rates = []
+    for overrides in ([], ["trainer.policy.dtype=float32", "trainer.tf32=true"], ["trainer.policy.dtype=float32"]):
+        step = plan_on("8xH100", *split("1.5B", 4, 4), *overrides).step
+        assert step is not None
+        rates.append(step.training_tokens_s)
+    assert rates[0] > 1.5 * rates[1] and rates[1] > 1.5 * rates[2]
+
+
 def test_the_slower_half_is_the_bottleneck() -> None:
     def bottleneck(ranks: int, engines: int, response: int) -> str:
         step = plan_on("8xH100", *split("1.5B", ranks, engines), response_tokens=response).step

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from skyrl_train.config.model_shape import model_shape
 from skyrl_train.config.schema import BuildModelConfig, ModelConfig
 from skyrl_train.errors import ConfigError, ModelError
-from skyrl_train.models.folder import build_empty, load_config, load_model, load_tokenizer, resolve_device
+from skyrl_train.models.folder import build_empty, load_config, load_model, load_tokenizer, resolve_device, use_tf32
 from skyrl_train.models.tiny import build_model_folder, character_tokenizer
 
 SMALL = BuildModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32)
@@ -181,6 +181,15 @@ class TestOpening:
             assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
         finally:
             torch.backends.cuda.enable_cudnn_sdp(True)
+
+    @pytest.mark.parametrize(("device", "precision"), [("cpu", "highest"), ("cuda", "high")])
+    def test_tf32_is_for_products_on_a_gpu(self, device: str, precision: str) -> None:
+        before = torch.get_float32_matmul_precision()
+        try:
+            use_tf32(torch.device(device))
+            assert torch.get_float32_matmul_precision() == precision
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     @pytest.mark.parametrize(
         ("dtype", "device", "message"),

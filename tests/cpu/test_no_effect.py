@@ -24,6 +24,7 @@ ALGORITHM = "trainer.algorithm"
         ["trainer.eval.before_train=true"],
         ["trainer.eval.num_engines=1"],
         ["trainer.max_restarts=2", "trainer.executor=thread"],
+        ["trainer.tf32=true"],
         ["generator.inference_engine.tensor_parallel_size=2"],
     ],
     ids=str,

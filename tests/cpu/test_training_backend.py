@@ -360,6 +360,14 @@ def test_an_impossible_setting_is_rejected_by_name_before_a_model_is_loaded(sett
     assert any(f"trainer.{setting}" in error for error in errors), errors
 
 
+@pytest.mark.parametrize("tf32", [True, False])
+def test_tf32_is_switched_on_where_the_model_computes(folder: str, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr("skyrl_train.training.local_backend.use_tf32", devices.append)
+    backend(folder, tf32=tf32)
+    assert devices == [torch.device("cpu")] * tf32
+
+
 class TestBfloat16:
     def test_small_steps_add_up_in_the_float32_masters(self, folder: str) -> None:
         trained = backend(folder, policy__dtype="bfloat16", policy__optimizer_config__lr=3e-5)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError
-from skyrl_train.models.folder import resolve_device, resolve_dtype
+from skyrl_train.models.folder import resolve_device, resolve_dtype, use_tf32
 from skyrl_train.models.lora import adapter_of, add_adapter, merged_weights, policy_weights
 from skyrl_train.training.backend import Minibatch, TokenRecord
 from skyrl_train.training.collectives import AgreedError, ProcessGroupCollectives
@@ -90,6 +90,8 @@ class TrainingWorker:
             key: the setting of ``fsdp``, for messages.
         """
         device = resolve_device(trainer.device)
+        if trainer.tf32:
+            use_tf32(device)
         store = self._store or TCPStore(meeting.host, meeting.port, num_ranks, timeout=WAIT_LIMIT)
         # Agreements and checkpoints use the CPU's group; parameters use the group of their device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
