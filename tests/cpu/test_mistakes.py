@@ -195,6 +195,14 @@ def test_correct_settings_are_planned(arguments: list[str], shown: str, capsys: 
     assert shown in capsys.readouterr().out
 
 
+def test_a_missing_file_is_not_taken_for_any_other_with_its_suffix() -> None:
+    with pytest.raises(DataError) as raised:
+        open_rows("absent.jsonl")
+    assert "does not exist" in str(raised.value) and "Did you mean" not in str(raised.value)
+    with pytest.raises(DataError, match=r"Did you mean questions\.jsonl"):
+        open_rows("question.json")
+
+
 def test_an_agent_that_asks_for_another_model_learns_how_to_name_it() -> None:
     served = SimpleNamespace(settings=ServerSettings(), client=SimpleNamespace(adapters={}), model_names=["policy"])
     with pytest.raises(

@@ -110,9 +110,10 @@ def open_rows(name: str) -> RowFile:
     place, *chosen = [name] if path.is_dir() else name.split(":")
     on_hub = _HUB_NAME.fullmatch(place) and reader is None and not Path(place).parent.is_dir()
     if len(chosen) > 2 or not (Path(place).is_dir() or on_hub):
-        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, beside, n=1)
-        guess = f" Did you mean {path.with_name(close[0])}?" if close else ""
+        # By their stems: equal suffixes would make any two files alike.
+        beside = {file.stem: file for file in sorted(path.parent.iterdir())} if path.parent.is_dir() else {}
+        close = difflib.get_close_matches(path.stem, beside, n=1)
+        guess = f" Did you mean {path.with_name(beside[close[0]].name)}?" if close else ""
         made = (
             " The prepare_data.py beside its recipe makes it: docs/tutorials/recipes.md."
             if path.parts[0] == "data"
