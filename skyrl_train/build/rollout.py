@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import derive
-from skyrl_train.config.cluster import REFERENCE_ACTORS
+from skyrl_train.config.cluster import REFERENCE_ACTORS, REPLICA
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import AlgorithmConfig, RewardStageConfig, RunConfig
 from skyrl_train.errors import ConfigError
@@ -134,7 +134,9 @@ def build_stages(
     if derive.has_replica(config):
         stages.append(
             ReplicaStage(
-                _replica_executor(config, model_path), max_parallel=1, needed=worth_scoring(config.trainer.algorithm)
+                _replica_executor(config, model_path, reservation),
+                max_parallel=1,
+                needed=worth_scoring(config.trainer.algorithm),
             )
         )
     return stages
@@ -151,7 +153,8 @@ def value_stages(algorithm: AlgorithmConfig, backend: TrainingBackend) -> list[S
     return [ValueStage(forward, needed=worth_scoring(algorithm))]
 
 
-def _replica_executor(config: RunConfig, model_path: str) -> Executor:
+def _replica_executor(config: RunConfig, model_path: str, reservation: Reservation | None) -> Executor:
+    placements = [] if reservation is None else reservation.placements(REPLICA)  # none on the CPU
     trainer, proximal = config.trainer, config.rollout.stages.proximal
     arguments = {
         "model_path": model_path,
@@ -164,7 +167,7 @@ def _replica_executor(config: RunConfig, model_path: str) -> Executor:
         "fp32_head": trainer.policy.fp32_head,
     }
     resources = proximal.ray_num_cpus, derive.replica_num_gpus(config)
-    return _executor(Work(POLICY_REPLICA, arguments), proximal.executor, 1, *resources)
+    return _executor(Work(POLICY_REPLICA, arguments), proximal.executor, 1, *resources, placements)
 
 
 def _reference_executor(config: RunConfig, model_path: str, reservation: Reservation | None) -> Executor:

@@ -28,6 +28,7 @@ from skyrl_train.config.cluster import (
     ENGINES,
     POLICY_RANKS,
     REFERENCE_ACTORS,
+    REPLICA,
     ClusterNeeds,
     cluster_needs,
 )
@@ -152,7 +153,7 @@ async def build_trainer(
 def _reserved_actors(config: RunConfig) -> ClusterNeeds | None:
     """Return the training ranks of a run and its actors with GPUs in Ray; None if it has none of them."""
     needs, ranks = cluster_needs(config), (POLICY_RANKS, CRITIC_RANKS)
-    actors = [each for each in needs.actors if each.role in (*ranks, REFERENCE_ACTORS, ENGINES)]
+    actors = [each for each in needs.actors if each.role in (*ranks, REFERENCE_ACTORS, REPLICA, ENGINES)]
     wanted = any(each.gpus or each.role in ranks for each in actors)
     return replace(needs, actors=tuple(actors)) if wanted else None
 

@@ -26,7 +26,7 @@ POLICY_RANKS, CRITIC_RANKS, REFERENCE_ACTORS = (
     "ranks of the critic",
     "actors of the reference policy",
 )
-ENGINES = "engines"
+ENGINES, REPLICA = "engines", "replica of the policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
     if derive.has_replica(config):
         if rollout.stages.proximal.executor == "ray":
             gpus = derive.replica_num_gpus(config)
-            actors.append(RayActors("replica of the policy", 1, rollout.stages.proximal.ray_num_cpus, gpus))
+            actors.append(RayActors(REPLICA, 1, rollout.stages.proximal.ray_num_cpus, gpus))
         else:
             devices.append(derive.replica_device(config))
     if engine.executor == "ray":

@@ -13,7 +13,15 @@ from ray.util.placement_group import placement_group_table
 from ray_worlds import GPUS, RayNodes
 
 from skyrl_train.build.trainer import _reserved_actors
-from skyrl_train.config.cluster import CRITIC_RANKS, ENGINES, POLICY_RANKS, REFERENCE_ACTORS, ClusterNeeds, RayActors
+from skyrl_train.config.cluster import (
+    CRITIC_RANKS,
+    ENGINES,
+    POLICY_RANKS,
+    REFERENCE_ACTORS,
+    REPLICA,
+    ClusterNeeds,
+    RayActors,
+)
 from skyrl_train.config.compose import compose
 from skyrl_train.config.placement import NodeResources, place_actors
 from skyrl_train.errors import ConfigError, TrainingWorkerError
@@ -60,6 +68,7 @@ def needs_of(*actors: tuple[str, int, float]) -> ClusterNeeds:
 FSDP = ["trainer.strategy=fsdp2", "trainer.fsdp.ray_num_cpus=0.1", "trainer.fsdp.num_workers=8"]
 ENGINE = "generator.inference_engine"
 IN_RAY = [f"{ENGINE}.executor=ray", f"{ENGINE}.ray_num_cpus=0.1"]
+REPLICA_ON_A_GPU = "rollout.stages.proximal={executor: ray, device: cuda, ray_num_cpus: 0.1}"
 LAYOUTS = {
     "8 ranks, 2 engines of 4": [*FSDP, *IN_RAY, f"{ENGINE}.num_engines=2", f"{ENGINE}.tensor_parallel_size=4"],
     "8 ranks, 8 engines": [*FSDP, *IN_RAY, f"{ENGINE}.num_engines=8"],
@@ -93,12 +102,14 @@ def test_all_actors_with_gpus_are_reserved_together(reserved: list[Reservation])
     kl = ["trainer.algorithm.kl_loss_coef=0.1", "trainer.algorithm.advantage_estimator=gae", "trainer.device=cuda"]
     critic = ["trainer.critic.fsdp.num_workers=3", "trainer.critic.fsdp.ray_num_cpus=0.1"]
     reference = "rollout.stages.reference={executor: workers, num_workers: 2, ray_num_cpus: 0.1}"
-    needs = _reserved_actors(compose("quickstart", [*FSDP, *kl, *critic, reference]))
+    replica = ["trainer.algorithm.proximal_policy=arrival", REPLICA_ON_A_GPU]
+    needs = _reserved_actors(compose("quickstart", [*FSDP, *kl, *critic, reference, *replica]))
     assert needs is not None
     reserved.append(Reservation(needs, TIME_S, "less"))
     here, far = node_ids()
     assert where(reserved[-1], POLICY_RANKS) == [here] * 8
     assert where(reserved[-1], CRITIC_RANKS) == [far] * 3 and where(reserved[-1], REFERENCE_ACTORS) == [far] * 2
+    assert where(reserved[-1], REPLICA) == [far]
 
 
 def test_what_another_run_has_is_left_out_and_comes_back(reserved: list[Reservation]) -> None:
