@@ -215,7 +215,8 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # the server has waited for its end, and has not told it yet
+                os.kill(self.pid, number)
 
     def ended(self, within_s: float | None) -> int | None:
         """The exit code, or None where it still runs after ``within_s``."""

@@ -57,6 +57,7 @@ MAY_CHANGE = (
     "rollout.stages.reward.ray_num_cpus",
     "rollout.stages.reward.ray_num_gpus",
     "rollout.stages.reference",
+    "rollout.stages.proximal",
     "generator.pause_timeout_s",
     "generator.verify_weights",
     "generator.weight_transport",
