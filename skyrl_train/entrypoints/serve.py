@@ -91,13 +91,22 @@ async def _serve(
         create_app(ChatService(client, client.renderer), client, SessionStore(client.renderer), settings)
     )
     transport = SharedMemoryTransport(dtype)
-    try:
+
+    async def start_engines() -> None:
         await client.start()
         # The folder's weights are version 0. They stay in shared memory for engines that restart.
         model = await asyncio.to_thread(load_model, model_path, dtype, "cpu")
         await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.ABORT).sync(version=0)
-        # The engines have copies; the model would only take memory while the server runs.
-        del model
+
+    try:
+        starting = [asyncio.create_task(start_engines()), asyncio.create_task(stopped.wait())]
+        _, unfinished = await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+        for task in unfinished:
+            task.cancel()
+        if stopped.is_set():  # engines can take minutes to start
+            await asyncio.wait(starting)
+            return
+        await starting[0]
         with gc_tuned():
             url = await server.start()
             Console().print(f"serving {model_path} at {url}", markup=False, highlight=False, soft_wrap=True)

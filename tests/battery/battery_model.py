@@ -22,7 +22,7 @@ END = "<|im_end|>"
 CHAINS = [["<|answer|>", *ANSWER, END], ["<|call|>", *CALL, END], ["<|marked|>", MARKED, END]]
 CONTEXT = 32_768  # one token per byte, and some frameworks write long instructions
 # Logits behind a token of no chain; all other tokens have 0.
-LIKELY = {END: 50.0, '"': 40.0, "}": 30.0, "]": 30.0, ",": 25.0, "1": 20.0, "f": 10.0}
+LIKELY = {END: 50.0, '"': 40.0, "}": 30.0, "]": 30.0, ",": 25.0, "1": 20.0, "{": 15.0, "f": 10.0}
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}

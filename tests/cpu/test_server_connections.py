@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from endpoint_worlds import ADMIN_KEY, ASK, WatchedEngine, World, endpoint
-from scripted import settle
+from scripted import ScriptedEngine, settle
+
+from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.endpoint.server.settings import ServerSettings
+from skyrl_train.entrypoints import serve
+from skyrl_train.models.tiny import build_model_folder
 
 CHAT = "/v1/chat/completions"
 
@@ -370,3 +378,27 @@ async def test_the_endpoint_leaves_signal_handlers_alone() -> None:
     async with endpoint() as world:
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
         assert (await world.http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_server_whose_engines_still_start_ends_at_a_signal(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_model_folder(BuildModelConfig(), tmp_path, seed=0)
+    engine, starting = ScriptedEngine(), asyncio.Event()
+
+    async def start() -> None:
+        starting.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "start", start)
+    settings = ServerSettings(admin_key=ADMIN_KEY)
+    serving = asyncio.create_task(serve._serve(str(tmp_path), [engine], settings, "float32", 0.0))
+    try:
+        await starting.wait()
+        os.kill(os.getpid(), number)
+        async with asyncio.timeout(60):
+            await serving
+    finally:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(each)

@@ -59,7 +59,7 @@ class CalledFunction(RequestBody):
 
     name: NonEmpty
     arguments: str
-    parsed_arguments: Any = ignored("openai's SDK sends what it read from a stream back")
+    parsed_arguments: Any = ignored("openai's SDK sends back what it read from the arguments")
 
 
 class ToolCallBody(RequestBody):
@@ -91,6 +91,7 @@ class AssistantBody(RequestBody):
     refusal: Any = ignored("a model here says it in its content")
     provider_specific_fields: Any = ignored("litellm sends its own notes back")
     annotations: Any = ignored()
+    parsed: Any = ignored("openai's SDK sends back what it read from the content")
     audio: Annotated[Any, Unsupported(_TEXT_ONLY)] = None
     function_call: Annotated[Any, Unsupported("tool_calls has taken its place")] = None
 
