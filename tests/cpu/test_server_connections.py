@@ -384,7 +384,7 @@ async def test_the_endpoint_leaves_signal_handlers_alone() -> None:
 async def test_a_server_whose_engines_still_start_ends_at_a_signal(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_model_folder(BuildModelConfig(), tmp_path, seed=0)
+    build_model_folder(BuildModelConfig(), tmp_path / "model", seed=0)
     engine, starting = ScriptedEngine(), asyncio.Event()
 
     async def start() -> None:
@@ -393,12 +393,14 @@ async def test_a_server_whose_engines_still_start_ends_at_a_signal(
 
     monkeypatch.setattr(engine, "start", start)
     settings = ServerSettings(admin_key=ADMIN_KEY)
-    serving = asyncio.create_task(serve._serve(str(tmp_path), [engine], settings, "float32", 0.0))
+    serving = asyncio.create_task(serve._serve(str(tmp_path / "model"), [engine], settings, "float32", 0.0))
     try:
-        await starting.wait()
-        os.kill(os.getpid(), number)
-        async with asyncio.timeout(60):
-            await serving
+        began = asyncio.create_task(starting.wait())
+        await asyncio.wait([began, serving], return_when=asyncio.FIRST_COMPLETED)
+        if began.done():
+            os.kill(os.getpid(), number)
+        await serving
+        assert began.done()
     finally:
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(each)

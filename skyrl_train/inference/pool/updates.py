@@ -90,6 +90,8 @@ class FleetUpdates:
         async def pause(engine: InferenceEngineInterface) -> None:
             await engine.pause(mode)
             if mode is PauseMode.ABORT:  # a request left behind would continue under the new weights
+                if (await engine.health()).waiting:
+                    await engine.abort_generation()  # of one that had passed the gate, and came behind the abort
                 health = await engine.health()
                 left = health.running + health.waiting
                 if health.alive and left:
