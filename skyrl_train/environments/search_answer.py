@@ -12,14 +12,13 @@ import functools
 import re
 import string
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import httpx
 
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.environments.registry import register_environment
 from skyrl_train.errors import ConfigError, DataError, RolloutError
-
-if TYPE_CHECKING:
-    import httpx
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _HINT = "Neither <search>query</search> nor <answer>text</answer> was found. Write one of the two."
@@ -95,8 +94,6 @@ class SearchAnswer(Environment):
         Raises:
             RolloutError: the retriever does not answer in time, or not in the protocol.
         """
-        import httpx  # here and below: every plan imports this module, and httpx takes a tenth of its time
-
         request = {"queries": [query], "topk": self._top_k, "return_scores": True}
         try:
             response = _client().post(self._url, json=request, timeout=self._timeout_s)
@@ -118,8 +115,6 @@ class SearchAnswer(Environment):
 @functools.cache
 def _client() -> httpx.Client:
     """Return the client of all episodes. It keeps connections open, and threads may share it."""
-    import httpx
-
     # Without the proxies of the environment: a retriever runs on this machine or next to it.
     return httpx.Client(trust_env=False)
 
