@@ -284,8 +284,14 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """A snapshot of an engine. ``running`` and ``waiting`` count requests. Token counters and ``busy_s`` are totals since the
-    start; ``busy_s`` is the time in seconds with requests, neither paused nor asleep."""
+    """A snapshot of an engine.
+
+    Attributes:
+        running: requests that it samples now, or has begun and frozen.
+        waiting: requests that wait for a place; those that arrived while it is paused count, too.
+        generated_tokens: since the start, as ``prefill_tokens``.
+        busy_s: seconds since the start with requests, neither paused nor asleep.
+    """
 
     alive: bool
     policy_version: int

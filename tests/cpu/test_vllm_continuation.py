@@ -110,11 +110,8 @@ GRAMMARS = [
 SCHEDULES = 12  # of one round: each response begins at another place, and meets other interruptions
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 25))])
-async def test_any_schedule_of_interruptions_gives_the_uninterrupted_response_under_a_grammar(
-    vllm: Served, seed: int
-) -> None:
-    chance, client = random.Random(seed), client_of(vllm)
+async def interrupted_under_grammars(vllm: Served, client: InferenceEngineClient, chance: random.Random) -> bool:
+    """Compares responses with the uninterrupted ones; returns whether an update has interrupted any of them."""
     asked = [
         GenerationRequest(
             [chance.randrange(3, 40) for _ in range(chance.choice([1, 5, 30, 140]))],
@@ -124,7 +121,7 @@ async def test_any_schedule_of_interruptions_gives_the_uninterrupted_response_un
         )
         for n in range(SCHEDULES)
     ]
-    modes = chance.choice([[PauseMode.ABORT], [PauseMode.KEEP, PauseMode.RECOMPUTE]])
+    modes = chance.choice([[PauseMode.ABORT], [mode for mode in PauseMode if mode is not PauseMode.WAIT]])
     calls = asyncio.gather(*map(client.complete, asked))
     while not calls.done():
         update = await vllm.gather(tiny_model(0))
@@ -134,7 +131,6 @@ async def test_any_schedule_of_interruptions_gives_the_uninterrupted_response_un
         progress.cancel()
         await client.load_weights(update, chance.choice(modes))
     responses = await calls
-    assert max(len(set(got.versions)) for got in responses) > 1, "nothing was interrupted, so this shows nothing"
     grammars = Grammars(character_tokenizer(ALPHABET), tiny_model(0).config)
     for each, got in zip(asked, responses, strict=True):
         assert got.restarts == 0 and each.params.structured is not None
@@ -149,6 +145,17 @@ async def test_any_schedule_of_interruptions_gives_the_uninterrupted_response_un
         ended = got.token_ids[-1] == 1
         assert got.stop_reason is (StopReason.STOP if ended else StopReason.LENGTH)
         assert ended or len(got.token_ids) == each.params.max_tokens
+    return max(len(set(got.versions)) for got in responses) > 1
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 25))])
+async def test_any_schedule_of_interruptions_gives_the_uninterrupted_response_under_a_grammar(
+    vllm: Served, seed: int
+) -> None:
+    chance, client = random.Random(seed), client_of(vllm)
+    # On a busy machine all responses may end before the first update, which shows nothing: then others are asked for.
+    while not await interrupted_under_grammars(vllm, client, chance):
+        pass
 
 
 async def test_engine_and_trainer_agree_over_a_conversation_interrupted_twice(vllm: Served) -> None:

@@ -89,13 +89,12 @@ class FleetUpdates:
 
         async def pause(engine: InferenceEngineInterface) -> None:
             await engine.pause(mode)
-            if mode is PauseMode.ABORT:  # a request left behind would continue under the new weights
-                if (await engine.health()).waiting:
-                    await engine.abort_generation()  # of one that had passed the gate, and came behind the abort
+            if mode is PauseMode.ABORT:
+                # A request that has begun would continue under the new weights. One that came behind the abort (it had passed the
+                # gate before) waits in the engine and begins under them.
                 health = await engine.health()
-                left = health.running + health.waiting
-                if health.alive and left:
-                    raise EngineError(f"an engine still holds {left} requests after it reported them aborted")
+                if health.alive and health.running:
+                    raise EngineError(f"an engine still holds {health.running} requests after it reported them aborted")
 
         # New requests wait from here on; those that arrived before are paused inside the engines.
         self.gate.close()
