@@ -107,7 +107,7 @@ trains now, from any machine that sees the folder.
   leave out requests, environment calls, tools and agents of these groups.
 - **Reading.** Unknown kinds and fields may come with later versions; a reader ignores them.
 
-What is not recorded: requests on separate evaluation engines (`trainer.eval.num_engines`). Calls of environments that take less
+Not recorded are requests on separate evaluation engines (`trainer.eval.num_engines`). Calls of environments that take less
 than a millisecond are left out. An agent's tools run in its own code. Their time is known from outside: it begins with the
 response that calls them, and ends with the request that has their results. The scores, passes and optimizer of a step are one
 activity, `update_policy`.
@@ -359,7 +359,7 @@ def migration_reference() -> str:
 
 
 def recorded_benchmarks() -> str:
-    """What ``benchmarks/record.py`` has kept, one section per benchmark."""
+    """Return the page of what ``benchmarks/record.py`` has kept, one section per benchmark."""
     lines = [
         "# Recorded benchmarks",
         "",

@@ -61,7 +61,7 @@ ASLEEP_BYTES = int(1.8 * _GIB)  # of both processes' contexts and CUDA graphs wh
 
 @dataclass(frozen=True, slots=True)
 class GPULoad:
-    """What each of ``number`` alike GPUs holds."""
+    """The memory of each of ``number`` alike GPUs, by its contents."""
 
     who: str
     number: int
@@ -242,10 +242,10 @@ def machine_plan(plan: Plan, cluster: Cluster, response_tokens: int | None = Non
         loads = (*_training_loads(config, memory, cluster), *_engine_loads(plan, memory, shape, cluster))
         problems += _overfull(config, plan, loads, shape, cluster)
         sync_bytes = memory.num_trained * BYTES_PER_ELEMENT[config.generator.inference_engine.dtype]
-        far = _engines_on_other_nodes(actors or (), needs)
+        # Training rank 0 is on the command's node, the first one.
+        far = sum(actor.role == ENGINES and actor.node > 0 for actor in actors or ())
         syncs = {
-            name: _sync_times(config, shape, sync_bytes, cluster, name, far)
-            for name in _reaching_transports(config, far)
+            name: _sync_times(config, shape, sync_bytes, cluster, name, far) for name in _reaching_transports(config)
         }
         chosen = syncs.get(derive.weight_transport(config))
         if chosen is not None and chosen.transfer > config.generator.pause_timeout_s:
@@ -374,12 +374,7 @@ def _overfull(
 # ---- weight syncs
 
 
-def _engines_on_other_nodes(actors: tuple[PlacedActor, ...] | list[PlacedActor], needs: ClusterNeeds) -> int:
-    """Return the engines that are not on the node of training rank 0, which is the command's."""
-    return sum(actor.role == ENGINES and actor.node > 0 for actor in actors)
-
-
-def _reaching_transports(config: RunConfig, far: int) -> list[str]:
+def _reaching_transports(config: RunConfig) -> list[str]:
     """Return the transports that reach the engines from where the policy trains, and that need no disk."""
     engine, trainer = config.generator.inference_engine, config.trainer
     names = [

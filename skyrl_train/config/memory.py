@@ -262,7 +262,7 @@ class MemoryRequirement:
 class MemoryWarnings:
     """Requirements beyond the machine: ``insufficient`` by the state alone, ``tight`` only with the most activations.
 
-    ``impossible`` are those of ``insufficient`` that belong to this machine, whose system would kill the training.
+    ``impossible`` has the warnings of ``insufficient`` about this machine, whose system would kill the training.
     """
 
     insufficient: list[str]

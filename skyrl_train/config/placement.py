@@ -18,7 +18,7 @@ _DIGITS = 4  # as finely as Ray counts
 
 @dataclass(frozen=True, slots=True)
 class NodeResources:
-    """What is free on a node."""
+    """The free resources of a node."""
 
     gpus: float
     cpus: float = math.inf

@@ -173,7 +173,7 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a command wrote to both streams, and how it ended: 124 after its time limit."""
+    """The output of a command on both streams, and its exit code: 124 after its time limit."""
 
     output: str
     exit_code: int

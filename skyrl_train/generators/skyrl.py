@@ -44,7 +44,7 @@ class _Response:
 
 
 @dataclass(frozen=True)
-class _GenerateCall:
+class _RunningCall:
     """A call of ``generate`` that runs: the seed of each session, its responses and its number of requests so far."""
 
     seeds: Mapping[str, int]
@@ -60,7 +60,7 @@ class _GenerateCall:
 
 
 # One generator runs many calls at once. Tasks that a call starts copy its context, so each request finds its call.
-_call: ContextVar[_GenerateCall] = ContextVar("call")
+_call: ContextVar[_RunningCall] = ContextVar("call")
 
 
 class SkyRLClient:
@@ -185,7 +185,7 @@ class SkyRLGenerator(GeneratorInterface):
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         ids = input_batch["trajectory_ids"]
         seeds = input_batch["batch_metadata"].seeds
-        call = _GenerateCall(dict(zip((each.to_string() for each in ids), seeds, strict=False)))
+        call = _RunningCall(dict(zip((each.to_string() for each in ids), seeds, strict=False)))
         before = _call.set(call)
         try:
             output = await self._generator.generate(

@@ -43,7 +43,7 @@ class Reservation:
         self._group: PlacementGroup | None = None
         nodes = _free_nodes()
         here, own = next(iter(nodes)), needs.local_gpus
-        # Ray does not know which GPUs this process and its children use. They are held, so that nobody else gets them.
+        # Ray does not know which GPUs this process and its children use. They are held, so that no other actor gets them.
         held = [PlacedActor(_COMMAND, 0, 0.0, float(own), 0)] if own and nodes[here].gpus >= own else []
         if held:
             nodes[here] = replace(nodes[here], gpus=nodes[here].gpus - own)
@@ -95,8 +95,8 @@ class Reservation:
     def beside_ranks(self, number: int, gpus_each: int) -> list[RayPlacement]:
         """Return the placements of ``number`` engines on the GPUs of the policy's ranks, ``gpus_each`` for each engine.
 
-        Ray has given the GPUs to the ranks. An engine's actor asks Ray for none, and sees those of its ranks. Call it before the
-        ranks start.
+        Ray has given the GPUs to the ranks. An engine's actor asks Ray for none, and sees the GPUs of its ranks. Call it before
+        the ranks start.
 
         Raises:
             ConfigError: the GPUs of an engine are on several nodes.

@@ -156,7 +156,7 @@ class SlotCache(Cache):
         return [store[slots] for layer in self._slot_layers for store in layer.stores]
 
     def borrow(self, other: SlotCache, stores: Sequence[torch.Tensor]) -> None:
-        """Use stores like those of the ``window_stores`` of ``other``, as slots from 0 on."""
+        """Use ``stores``, in the order of ``other.window_stores()``, as the slots from 0 on."""
         for layer, like, keys, values in zip(
             self._slot_layers, other._slot_layers, stores[::2], stores[1::2], strict=True
         ):

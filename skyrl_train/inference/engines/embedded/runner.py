@@ -231,7 +231,7 @@ def _capture(step: _Pass, inputs: tuple[torch.Tensor, ...]) -> Callable[..., tor
     return captured
 
 
-# What a model's code may raise that is not made for a cache, or not for graphs.
+# Errors of a model's code that is not made for a cache, or not for graphs.
 _UNSUPPORTED = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError)
 
 
