@@ -103,8 +103,10 @@ def build_engine(
         ConfigError: the backend is unknown, or a package that it needs is not installed.
     """
     engine = config.generator.inference_engine
+    # vLLM's workers learn their file from this process's environment, which engines that start at the same time share.
+    shared = engine.backend == "vllm" and engine.executor != "ray"
     # Absolute: an actor has another working folder.
-    log_file = None if logs is None else str(logs.absolute() / f"engine-{index}.log")
+    log_file = None if logs is None else str(logs.absolute() / ("vllm.log" if shared else f"engine-{index}.log"))
     # Only the chosen backend is imported.
     if engine.backend == "embedded":
         return _embedded(config, plan, model_path, index, worker, log_file, placement)

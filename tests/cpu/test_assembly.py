@@ -155,3 +155,25 @@ def test_engines_of_vllm_are_built_for_their_gpus(
     for index in range(2):
         build_engine(config, plan, "/model", index)
     assert found == [(expected, reserved) for expected in devices]
+
+
+def test_vllm_engines_of_one_process_have_one_log_so_that_they_start_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their workers learn it from the environment of the process, where engines with other values wait for each other."""
+    found: list[str] = []
+    monkeypatch.setattr(
+        "skyrl_train.inference.engines.vllm.VLLMEngine", lambda _, **arguments: found.append(arguments["log_file"])
+    )
+    monkeypatch.setattr(
+        "skyrl_train.inference.engines.ray_engine.RayEngine",
+        lambda _, arguments, __: found.append(arguments["log_file"]),
+    )
+    prefix = "generator.inference_engine."
+    for executor in ("process", "ray"):
+        config = compose(
+            "quickstart", [f"{prefix}backend=vllm", f"{prefix}num_engines=2", f"{prefix}executor={executor}"]
+        )
+        for index in range(2):
+            build_engine(config, resolve(config, 32), "/model", index, logs=tmp_path)
+    assert [Path(log).name for log in found] == ["vllm.log", "vllm.log", "engine-0.log", "engine-1.log"]

@@ -77,7 +77,7 @@ def start_async_llm(settings: VLLMSettings) -> Any:
     logged = {} if settings.log_file is None else {LOG_VARIABLE: settings.log_file}
     with (
         alone_on(map(current_platform.device_id_to_physical_device_id, devices)),
-        # One call: a second one with other settings would wait for this one's end.
+        # One call: a second one with other settings would wait for this one's end. So would an engine with another log.
         environment({OWNER_VARIABLE: str(os.getpid()), **logged, **process_environment(settings, on_cpu=on_cpu)}),
     ):
         try:
