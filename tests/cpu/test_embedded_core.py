@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -131,6 +133,18 @@ def test_captured_passes_compute_the_same_bits_as_the_models_code(architecture: 
             for first, last in ((0, 5), (2, 3)):
                 results = [run.decode(tokens[first:last], lengths[first:last], first) for run in (captured, plain)]
                 assert torch.equal(*results)
+
+
+def test_engines_of_one_architecture_share_its_graphs_which_keep_no_model() -> None:
+    model = empty_copy(tiny_model("qwen3"))
+    first = make_runner(model, 2, CONTEXT)
+    graphs, gone = first.graphs, weakref.ref(model)
+    del model, first
+    gc.collect()
+    assert gone() is None
+    assert make_runner(tiny_model("qwen3"), 3, CONTEXT).graphs is graphs
+    assert make_runner(tiny_model("llama"), 2, CONTEXT).graphs is not graphs
+    assert make_runner(tiny_model("qwen3", dtype=torch.bfloat16), 2, CONTEXT).graphs is not graphs
 
 
 def test_a_model_whose_code_branches_on_values_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:

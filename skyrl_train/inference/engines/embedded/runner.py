@@ -14,13 +14,14 @@ import inspect
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.jit import TracerWarning  # type: ignore[attr-defined]
+from torch.nn.utils.stateless import _reparametrize_module
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -36,6 +37,10 @@ TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-1}
 TRIAL_TOKENS = 24
 # transformers' SDPA asks for the number of queries where it is given no mask, which a cached runner always gives.
 HARMLESS_BRANCHES = "sdpa_attention.py"
+
+Graphs = dict[bool, Callable[..., torch.Tensor]]  # of prefill under True and of decode under False
+# The graphs of each architecture of this process: weights are among their inputs, so that engines of one model share them.
+_graphs: dict[Hashable, Graphs] = {}
 _one_capture = threading.Lock()
 
 
@@ -101,7 +106,7 @@ class CachedRunner(_Runner):
     """Keeps keys and values of ``num_slots`` requests of up to ``capacity`` tokens.
 
     Attributes:
-        graphs: the captured passes, prefill under True and decode under False; without them the model's code is called.
+        graphs: the captured passes; without them the model's code is called.
 
     Raises:
         ValueError: the architecture keeps other state than the keys and values of full or sliding-window attention.
@@ -118,7 +123,8 @@ class CachedRunner(_Runner):
         self.cache = SlotCache(model.config.get_text_config(decoder=True).num_hidden_layers, num_slots)
         self._positions = torch.arange(bucket(capacity), device=self._device)
         self.max_length = capacity
-        self.graphs: dict[bool, Callable[..., torch.Tensor]] = {}
+        self.graphs: Graphs = {}
+        self._weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def prefill(self, tokens: Tokens, lengths: Tokens, first: int) -> torch.Tensor:
         longest = int(lengths.max())
@@ -148,7 +154,7 @@ class CachedRunner(_Runner):
             return self._forward(*inputs)
         # Not optimized for shapes: these change with every request that comes or goes.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            return graph(*inputs, *stores)
+            return graph(*inputs, *stores, *self._weights.values())
 
     def _forward(
         self, token_ids: torch.Tensor, columns: torch.Tensor, position_ids: torch.Tensor, *masks: torch.Tensor
@@ -176,59 +182,69 @@ class CachedRunner(_Runner):
         return masks
 
     def capture(self) -> None:
-        """Capture both passes as graphs of tensor operations, which serve all shapes and later weights.
+        """Set ``graphs``: both passes as graphs of tensor operations, which serve all shapes and all weights.
 
         Raises:
             ValueError: the model's code branches on values, so that no graph is right for all inputs.
         """
+        # catch_warnings changes the whole process, in which other engines may start.
+        with _one_capture:
+            architecture = (
+                self._model.config.to_json_string(use_diff=False),
+                self._model.config._attn_implementation,
+                self._dtype,
+                tuple((name, type(module)) for name, module in self._model.named_modules()),
+            )
+            if architecture not in _graphs:
+                _graphs[architecture] = self._traced()
+            self.graphs = _graphs[architecture]
+
+    def _traced(self) -> Graphs:
         # One row or one token would be recorded as a special shape.
         rows, length = 2, BUCKET_TOKENS
         token_ids, column = torch.zeros((rows, length), dtype=torch.int64), self._positions[:1]
         if not self.cache.window_stores():
             self.prefill(token_ids.numpy(), np.array([length] * rows), 0)
         self.cache.window.move(0, rows, length, None)
-        stores, positions = self.cache.window_stores(), self._positions[:length]
-        masks = self._masks(positions[None, :, None], length)
-        prefill = (token_ids, positions[:2], positions.expand(rows, length), *masks, *stores)
+        tensors = (*self.cache.window_stores(), *self._weights.values())
+        positions = self._positions[:length]
+        prefill = (
+            token_ids,
+            positions[:2],
+            positions.expand(rows, length),
+            *self._masks(positions[None, :, None], length),
+        )
         last = self._positions[length - rows : length]
-        decode = (token_ids[:, :1], column, last[:, None], *self._masks(last[:, None, None], length), *stores)
-        self.graphs = {
-            True: _capture(_Pass(self._model, self.cache, prefill=True), prefill),
-            False: _capture(_Pass(self._model, self.cache, prefill=False), decode),
-        }
+        decode = (token_ids[:, :1], column, last[:, None], *self._masks(last[:, None, None], length))
+        graphs: Graphs = {}
+        for is_prefill, inputs in ((True, prefill), (False, decode)):
+            with quiet_transformers(), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", TracerWarning)
+                graph = torch.jit.trace(self._pass(is_prefill), (*inputs, *tensors), check_trace=False)
+            for warning in caught:
+                if issubclass(warning.category, TracerWarning) and not warning.filename.endswith(HARMLESS_BRANCHES):
+                    raise ValueError(f"its code branches on values in {warning.filename}:{warning.lineno}")
+            del graph._torchdynamo_inline  # the traced function, and with it this model
+            graphs[is_prefill] = graph
+        return graphs
 
+    def _pass(self, prefill: bool) -> Callable[..., torch.Tensor]:
+        """Return the forward pass as a function of tensors alone: the inputs of ``_forward``, the cache's ``window_stores``,
+        and the weights."""
+        model, like, names = self._model, self.cache, list(self._weights)
+        kinds, runner = len(self._windows), CachedRunner(self._model, num_slots=0, capacity=0)
 
-class _Pass(torch.nn.Module):
-    """The forward pass of a cached runner as a function of tensors alone: its inputs, and a cache's ``window_stores``."""
+        def forward_pass(
+            token_ids: torch.Tensor, columns: torch.Tensor, position_ids: torch.Tensor, *tensors: torch.Tensor
+        ) -> torch.Tensor:
+            masks, stores, weights = tensors[:kinds], tensors[kinds : -len(names)], tensors[-len(names) :]
+            runner.cache.borrow(like, stores)
+            new = None if prefill else position_ids[:, 0]
+            runner.cache.window.move(0, token_ids.shape[0], masks[0].shape[-1], new)
+            with _reparametrize_module(model, dict(zip(names, weights, strict=True)), tie_weights=True):
+                return runner._forward(token_ids, columns, position_ids, *masks)
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, prefill: bool) -> None:
-        super().__init__()
-        self.model = model  # a submodule, so that the graph reads its parameters instead of copies
-        self._like, self._prefill = cache, prefill
-        self._runner = CachedRunner(model, num_slots=0, capacity=0)
-
-    def forward(
-        self, token_ids: torch.Tensor, columns: torch.Tensor, position_ids: torch.Tensor, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        runner = self._runner
-        masks, stores = tensors[: len(runner._windows)], tensors[len(runner._windows) :]
-        runner.cache.borrow(self._like, stores)
-        new = None if self._prefill else position_ids[:, 0]
-        runner.cache.window.move(0, token_ids.shape[0], masks[0].shape[-1], new)
-        return runner._forward(token_ids, columns, position_ids, *masks)
-
-
-def _capture(step: _Pass, inputs: tuple[torch.Tensor, ...]) -> Callable[..., torch.Tensor]:
-    # catch_warnings changes the whole process, in which other engines may start.
-    # Tracing reads every property of the model, also its loss function, which warns.
-    with _one_capture, quiet_transformers(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", TracerWarning)
-        graph = torch.jit.trace(step, inputs, check_trace=False)
-    for warning in caught:
-        if issubclass(warning.category, TracerWarning) and not warning.filename.endswith(HARMLESS_BRANCHES):
-            raise ValueError(f"its code branches on values in {warning.filename}:{warning.lineno}")
-    captured: Callable[..., torch.Tensor] = graph
-    return captured
+        return forward_pass
 
 
 # Errors of a model's code that is not made for a cache, or not for graphs.
