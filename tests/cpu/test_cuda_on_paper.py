@@ -39,11 +39,18 @@ second = pytest.fixture(scope="module", name="second")(process)
     [
         pytest.param({}, 710, id="float32"),
         pytest.param({"policy__dtype": "bfloat16"}, 823, id="bfloat16"),
-        pytest.param({"policy__dtype": "bfloat16", "policy__fp32_head": True}, 822, id="a float32 head"),
-        pytest.param({"policy__gradient_checkpointing": True}, 842, id="checkpointing"),
+        pytest.param(
+            {"policy__dtype": "bfloat16", "policy__fp32_head": True}, 822, id="a float32 head", marks=pytest.mark.slow
+        ),
+        pytest.param({"policy__gradient_checkpointing": True}, 842, id="checkpointing", marks=pytest.mark.slow),
         pytest.param({"lora": True}, 804, id="an adapter"),
-        pytest.param({"algorithm__kl_loss_coef": 0.1, "algorithm__entropy_coef": 0.01}, 743, id="KL and entropy"),
-        pytest.param({"algorithm__policy_loss_type": "gspo"}, 720, id="gspo"),
+        pytest.param(
+            {"algorithm__kl_loss_coef": 0.1, "algorithm__entropy_coef": 0.01},
+            743,
+            id="KL and entropy",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"algorithm__policy_loss_type": "gspo"}, 720, id="gspo", marks=pytest.mark.slow),
         pytest.param({"micro_batch_tokens": 32}, 1324, id="two micro-batches"),
     ],
 )
@@ -91,7 +98,7 @@ def test_a_reference_scores_on_the_gpu(paper: PaperProcess, folder: str) -> None
         assert one == pytest.approx(other, abs=FLOAT32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_weights_leave_the_gpu_without_a_wait_for_each(
     paper: PaperProcess, folder: str, tmp_path: Path, dtype: str
 ) -> None:
@@ -125,7 +132,7 @@ def test_a_tensor_on_the_wrong_device_is_noticed(paper: PaperProcess, folder: st
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, id="float32"),
+        pytest.param({}, id="float32", marks=pytest.mark.slow),
         pytest.param(
             {"policy__dtype": "bfloat16", "policy__gradient_checkpointing": True}, id="bfloat16, checkpointing"
         ),
