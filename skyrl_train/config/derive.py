@@ -271,6 +271,10 @@ def num_evaluation_engines(config: RunConfig) -> int:
 COLOCATED_CRITIC_SETTINGS = ("cpu_offload", "reshard_after_forward")
 
 
+# The activations of 10,000 tokens in bfloat16 then take 20 GiB or more, a quarter of a GPU's memory.
+CHECKPOINTED_PARAMETERS = 1_000_000_000
+
+
 def fsdp_shard_size(trainer: TrainerConfig) -> int:
     """Return the number of workers that each parameter is split over."""
     split = trainer.fsdp.shard_size
@@ -296,6 +300,12 @@ def critic_shares_memory(trainer: TrainerConfig) -> bool:
     return needs_critic(trainer.algorithm) and (
         full_device_name(critic_trainer(trainer).device) == full_device_name(trainer.device)
     )
+
+
+def gradient_checkpointing(trainer: TrainerConfig, num_parameters: int) -> bool:
+    """Return whether layers run again in the backward pass of a model of this size: by default large ones on GPUs."""
+    wanted = trainer.policy.gradient_checkpointing
+    return trainer.device != "cpu" and num_parameters >= CHECKPOINTED_PARAMETERS if wanted is None else wanted
 
 
 def full_device_name(device: str) -> str:

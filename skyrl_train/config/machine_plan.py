@@ -490,7 +490,7 @@ def update_seconds(
     layers = every - head
     kept = _kept_bytes_per_token(trainer, shape) * tokens
     moved = ACTIVATION_PASSES * kept / memory
-    repeated = 4 / 3 if trainer.policy.gradient_checkpointing else 1.0
+    repeated = 4 / 3 if derive.gradient_checkpointing(trainer, shape.num_parameters) else 1.0
     lora = 2 / 3 if trainer.policy.model.lora.rank else 1.0  # no gradients of the frozen weights
     products = (layers * repeated * lora + head) / (peak * gemm_share(shape.hidden_size))
     compute = (products + moved * repeated) / ranks

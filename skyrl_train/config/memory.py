@@ -63,6 +63,9 @@ class MemoryEstimate:
     beside_bytes: int = 0
     elsewhere_bytes: int = 0
     critic_ranks: int = 1  # that share a copy of the critic
+    checkpointed: frozenset[str] = (
+        frozenset()
+    )  # the models, policy and critic, whose layers run again in the backward pass
 
     @property
     def rank_bytes(self) -> int:
@@ -107,6 +110,11 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         held.append((critic_parameters * critic_weight, trainer.critic.fsdp.cpu_offload))
     one_memory = trainer.device == "cpu"
     beside = sum(each for each, offloaded in held if one_memory or offloaded == trainer.fsdp.cpu_offload)
+    checkpointed = set()
+    if derive.gradient_checkpointing(trainer, parameters):
+        checkpointed.add("policy")
+    if derive.gradient_checkpointing(derive.critic_trainer(trainer), critic_parameters):
+        checkpointed.add("critic")
     activations, critic_activations = _activations(config, shape, critic_shape, max_model_len)
     return MemoryEstimate(
         num_parameters=parameters,
@@ -129,6 +137,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         beside_bytes=beside,
         elsewhere_bytes=sum(each for each, _ in held) - beside,
         critic_ranks=derive.fsdp_shard_size(derive.critic_trainer(trainer)) if sharded else 1,
+        checkpointed=frozenset(checkpointed),
     )
 
 
@@ -189,7 +198,7 @@ def activation_bytes(trainer: TrainerConfig, shape: ModelShape, tokens: int) -> 
     attention = (2 * _FLOAT32_BYTES + 7 * element) * shape.num_heads * shape.head_dim
     scalars = _FLOAT32_BYTES * (3 * shape.num_heads + 2)  # one per norm, and one per head of attention
     layer = norms + attention + scalars + 4 * element * shape.intermediate_size
-    checkpointing = trainer.policy.gradient_checkpointing
+    checkpointing = derive.gradient_checkpointing(trainer, shape.num_parameters)
     kept = shape.num_layers * element * hidden + layer if checkpointing else shape.num_layers * layer
     # Above the layers: the last norm, a tile of the head, and the numbers of the loss.
     top = (_FLOAT32_BYTES + 2 * element) * hidden + 2 * element * shape.head_dim + _TOKEN_BYTES
@@ -282,11 +291,8 @@ def memory_warnings(config: RunConfig, memory: MemoryEstimate | None, machine: M
             )
             impossible += insufficient[-1:] if need.here else []
         elif state + need.activation_bytes + need.context_bytes > available:
-            checkpointing = {
-                "policy": config.trainer.policy.gradient_checkpointing,
-                "critic": config.trainer.critic.gradient_checkpointing,
-            }
-            keys = [f"trainer.{name}.gradient_checkpointing=true" for name in need.models if not checkpointing[name]]
+            done = frozenset[str]() if memory is None else memory.checkpointed
+            keys = [f"trainer.{name}.gradient_checkpointing=true" for name in need.models if name not in done]
             fewer = f"Set {' and '.join(keys)}, lower" if keys else "Lower"
             tight.append(
                 f"{need.where}: {_gib(state)} of {need.kind}, and up to {_gib(need.activation_bytes)} of activations, but "

@@ -149,7 +149,8 @@ def _run_rows(plan: Plan) -> Rows:
     rates = "".join(f", x {factor:g} for {pattern}" for pattern, factor in optimizer.lr_multipliers.items())
     never = ", which this run does not reach the end of" if optimizer.num_warmup_steps > plan.total_steps else ""
     packing = {None: "packed if the model allows it", True: "packed", False: "padded"}[trainer.packing]
-    checkpointing = "; layers run again in the backward pass" if policy.gradient_checkpointing else ""
+    checkpointed = bool(policy.gradient_checkpointing) if plan.memory is None else "policy" in plan.memory.checkpointed
+    checkpointing = "; layers run again in the backward pass" if checkpointed else ""
     checkpoints = f"every {trainer.ckpt_interval} steps" if trainer.ckpt_interval else "at the end"
     return [
         *rows,

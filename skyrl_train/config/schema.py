@@ -121,7 +121,8 @@ class PolicyConfig:
     dtype: Dtype = "float32"  # of the trained weights: float32 | bfloat16
     fp32_head: bool = False  # float32 logits from bfloat16 weights, like engines with a float32 head
     compile: bool = False  # torch.compile for the layers without their attention; the first steps are slow
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    # Recompute activations in the backward pass: less memory, a fifth more time. None: on a GPU, from a billion parameters on
+    gradient_checkpointing: bool | None = None
 
 
 @dataclass
@@ -159,7 +160,8 @@ class CriticConfig:
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optimizer_config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=5e-6))
     dtype: Dtype = "float32"  # of the trained weights: float32 | bfloat16
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    # Recompute activations in the backward pass: less memory, a fifth more time. None: on a GPU, from a billion parameters on
+    gradient_checkpointing: bool | None = None
     device: str | None = None  # None: trainer.device
     # With strategy=fsdp2: workers (separate ones, described by ``fsdp`` below) | colocated (in the policy's workers)
     placement: Annotated[str, OneOf("workers", "colocated")] = "workers"

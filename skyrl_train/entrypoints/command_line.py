@@ -140,6 +140,9 @@ def plan(
     response_tokens: Annotated[
         int | None, typer.Option(min=1, help="Mean length of responses for --on; default: half of the longest.")
     ] = None,
+    prompts: Annotated[
+        int, typer.Option(min=0, help="Also print so many prompts with the chat template, and their lengths.")
+    ] = 0,
     library: Library = None,
 ) -> int:
     """Print the resolved settings of a recipe, check them, and start nothing."""
@@ -152,6 +155,7 @@ def plan(
         strict=strict,
         on=on,
         response_tokens=response_tokens,
+        prompts=prompts,
         library=library,
     )
     return 0

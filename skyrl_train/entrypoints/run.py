@@ -84,7 +84,7 @@ class RunInputs:
     evaluation_prompts: Sequence[PromptRecord]
     plan: Plan
     memory: MemoryWarnings
-    notes: Sequence[str] = ()  # about prompts that were too long
+    prompt_limit: PromptLimit
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
     # The length of a stream is unknown until all rows are read.
     plan = resolve(config, len(dataset) if isinstance(dataset, PromptDataset) else None)
     memory = memory_warnings(config, plan.memory, this_machine(gpus=derive.trains_on_gpus(config)))
-    return RunInputs(config, dataset, evaluation_prompts, plan, memory, limit.notes)
+    return RunInputs(config, dataset, evaluation_prompts, plan, memory, limit)
 
 
 def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None:
@@ -180,7 +180,7 @@ def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None
     Raises:
         ConfigError: with ``strict``, if a setting has no effect or the memory does not suffice.
     """
-    for note in inputs.notes:
+    for note in inputs.prompt_limit.notes:
         console.print(f"data: {note}", markup=False, highlight=False, soft_wrap=True)
     warnings = [
         *inputs.plan.warnings,
@@ -275,7 +275,7 @@ def train(
         logger.info("%s the run in %s", "resuming" if choice.resuming else "starting", run_folder.path)
         logger.info("start-up: libraries, data and checks took %.1f s", time.monotonic() - began)
         logger.info("the plan:\n%s", inputs.plan.describe())
-        for note in inputs.notes:
+        for note in inputs.prompt_limit.notes:
             logger.info("data: %s", note)
         for warning in inputs.plan.warnings:
             logger.warning("%s", warning)

@@ -255,6 +255,13 @@ declare(
     MetricSpec("policy/tokens", _SUM, "Trained tokens; masked ones are left out", "tokens"),
     MetricSpec("policy/tokens_per_second", _LAST, "Trained tokens by the duration of the step", "tokens/s"),
     MetricSpec("policy/tokens_total", _LAST, "Trained tokens since training began", "tokens"),
+    MetricSpec("policy/micro_batches", _MEAN, "Forward and backward passes of an update, on the first rank", "passes"),
+    MetricSpec(
+        "policy/distinct_shapes",
+        _MEAN,
+        "Different numbers of rows and tokens among these passes; compiled or planned kernels prepare for each once",
+        "shapes",
+    ),
     MetricSpec(
         "policy/skipped_nonfinite", _SUM, "Updates skipped because the loss or a gradient was not finite", "updates"
     ),
@@ -265,6 +272,8 @@ declare(
     MetricSpec("critic/clip_fraction", _MEAN, "Trained tokens whose value the loss clips", "share"),
     MetricSpec("critic/grad_norm", _MEAN, "Norm of the gradient before clipping"),
     MetricSpec("critic/lr", _LAST, "Learning rate"),
+    MetricSpec("critic/micro_batches", _MEAN, "As `policy/micro_batches`", "passes"),
+    MetricSpec("critic/distinct_shapes", _MEAN, "As `policy/distinct_shapes`", "shapes"),
     MetricSpec(
         "critic/skipped_nonfinite", _SUM, "Updates skipped because the loss or a gradient was not finite", "updates"
     ),

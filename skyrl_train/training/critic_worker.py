@@ -31,7 +31,7 @@ from skyrl_train.training.batch import (
     two_short_sequences,
 )
 from skyrl_train.training.collectives import Collectives
-from skyrl_train.training.gradient_accumulator import GradientAccumulator, StepPart
+from skyrl_train.training.gradient_accumulator import GradientAccumulator, LossInputs, StepPart
 from skyrl_train.training.scorer import compute_device, reject_needed_packing, reshard, scored_hidden
 from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.training.state import Snapshots
@@ -41,10 +41,9 @@ VALUE_HEAD = "value_head.safetensors"  # in the folder of a trained critic, besi
 
 
 @dataclass(frozen=True, slots=True)
-class CriticMicroBatch:
-    """A micro-batch and the inputs of its loss for its N tokens; tensors are ``[N]``."""
+class CriticMicroBatch(LossInputs):
+    """For the N tokens of the micro-batch; tensors are ``[N]``."""
 
-    micro_batch: MicroBatch
     old_values: torch.Tensor
     returns: torch.Tensor
 

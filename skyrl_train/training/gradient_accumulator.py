@@ -29,7 +29,15 @@ from skyrl_train.training.optimizer import PolicyOptimizer
 from skyrl_train.training.schedules import learning_rate
 from skyrl_train.training.state import Snapshots
 
-M = TypeVar("M")  # a micro-batch with the inputs of its loss
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """A micro-batch; the classes of policy and critic add the inputs of their loss."""
+
+    micro_batch: MicroBatch
+
+
+M = TypeVar("M", bound=LossInputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,7 @@ class OpenStep:
     step: int
     statistics: TokenStatistics = field(default_factory=TokenStatistics)
     denominators: list[float] = field(default_factory=list)
+    shapes: list[torch.Size] = field(default_factory=list)  # rows and tokens of this rank's micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +202,8 @@ class GradientAccumulator(ABC, Generic[M]):
         metrics[f"{self.role}/grad_norm"] = grad_norm
         metrics[f"{self.role}/skipped_nonfinite"] = float(not math.isfinite(grad_norm))
         metrics[f"{self.role}/lr"] = rate
+        metrics[f"{self.role}/micro_batches"] = float(len(opened.shapes))
+        metrics[f"{self.role}/distinct_shapes"] = float(len(set(opened.shapes)))
         return metrics
 
     def discard(self) -> None:
@@ -210,6 +221,7 @@ class GradientAccumulator(ABC, Generic[M]):
                 of_tokens, statistics = self._loss(micro_batch)
                 of_tokens.backward()
                 opened.statistics.add(statistics)
+                opened.shapes.append(micro_batch.micro_batch.input_ids.shape)
             for _ in range(missing):
                 # Gradients of 0: the pass only takes part in the collectives of a sharded model.
                 (self._scores(self._smallest_micro_batch()).sum() * 0.0).backward()

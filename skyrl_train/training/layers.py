@@ -39,7 +39,7 @@ def checkpoint_activations(model: PreTrainedModel, section: str = "trainer.polic
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            f"{section}.gradient_checkpointing=true: {type(model).__name__} has no layers that can be checkpointed. "
+            f"{section}.gradient_checkpointing: {type(model).__name__} has no layers that can be checkpointed. "
             "Set it to false, and lower trainer.micro_batch_tokens if memory is short."
         )
     for layer in layers:

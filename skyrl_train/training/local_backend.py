@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from skyrl_train.config import derive
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import load_model, use_tf32
 from skyrl_train.models.lora import adapter_of, add_adapter, base_fingerprint, policy_weights
@@ -16,13 +17,13 @@ from skyrl_train.training.backend import CriticBackend, Training, TrainingBacken
 from skyrl_train.training.collectives import Collectives
 from skyrl_train.training.critic_worker import CriticMicroBatch, CriticWorker, put_value_head
 from skyrl_train.training.export import export_hf
-from skyrl_train.training.gradient_accumulator import GradientAccumulator
+from skyrl_train.training.gradient_accumulator import GradientAccumulator, LossInputs
 from skyrl_train.training.layers import checkpoint_activations, compile_layers
 from skyrl_train.training.policy_worker import PolicyMicroBatch, PolicyWorker
 from skyrl_train.training.state import BackendState, Snapshots, host_tensor, read_state, write_state
 from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
-M = TypeVar("M")
+M = TypeVar("M", bound=LossInputs)
 
 
 class LocalTraining(GradientAccumulator[M], Training):
@@ -130,7 +131,7 @@ class LocalBackend(LocalTraining[PolicyMicroBatch], PolicyWorker, TrainingBacken
             add_adapter(model, trainer_config.policy.model.lora, seed=seed)
         if trainer_config.policy.compile:
             compile_layers(model)
-        if trainer_config.policy.gradient_checkpointing:
+        if derive.gradient_checkpointing(trainer_config, model.num_parameters()):
             checkpoint_activations(model)
         super().__init__(model, model_path, trainer_config, total_steps, temperature, Collectives(), Snapshots())
         self._device = model.device
@@ -166,7 +167,7 @@ class LocalCritic(LocalTraining[CriticMicroBatch], CriticWorker, CriticBackend):
         """
         model = load_model(model_path, trainer_config.policy.dtype, trainer_config.device)
         put_value_head(model, model_path)
-        if trainer_config.policy.gradient_checkpointing:
+        if derive.gradient_checkpointing(trainer_config, model.num_parameters()):
             checkpoint_activations(model, "trainer.critic")
         super().__init__(model, trainer_config, total_steps, Collectives(), Snapshots())
         self._device = model.device

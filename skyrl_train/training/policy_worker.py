@@ -22,7 +22,7 @@ from skyrl_train.models.folder import load_tokenizer, resolve_dtype
 from skyrl_train.training.backend import Minibatch, TokenRecord, TrainingSequence
 from skyrl_train.training.batch import MicroBatch, flat_tokens
 from skyrl_train.training.collectives import Collectives
-from skyrl_train.training.gradient_accumulator import GradientAccumulator, StepPart
+from skyrl_train.training.gradient_accumulator import GradientAccumulator, LossInputs, StepPart
 from skyrl_train.training.objective import Objective, TokenFields
 from skyrl_train.training.scorer import Scorer, compute_device
 from skyrl_train.training.state import Snapshots
@@ -30,10 +30,7 @@ from skyrl_train.training.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyMicroBatch:
-    """A micro-batch and the inputs of its loss."""
-
-    micro_batch: MicroBatch
+class PolicyMicroBatch(LossInputs):
     fields: TokenFields
     records: tuple[int | None, ...]  # the key of each sequence, for take_records()
 

@@ -8,11 +8,12 @@ Reserved one after the other, engines and ranks would take each other's nodes, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from skyrl_train.config.cluster import POLICY_RANKS, ClusterNeeds
@@ -35,7 +36,7 @@ class Reservation:
 
     Raises:
         ConfigError: Ray cannot be reached, or this process has started Ray and the machine has too little.
-        TrainingWorkerError: the cluster has no room within the time.
+        TrainingWorkerError: the cluster has no room within the time, or a node that was reserved starts no process.
     """
 
     def __init__(self, needs: ClusterNeeds, timeout_s: float, keys: str) -> None:
@@ -75,7 +76,7 @@ class Reservation:
         self._actors = actors
         if held:
             hold = RayPlacement(0, own, placement_group=self._group, bundle_index=0)
-            gpus = ray.get(_gpus.options(**hold.options()).remote(), timeout=_ASK_S)
+            (gpus,) = self._gpus_of([hold])
             if [str(gpu) for gpu in gpus] != [str(gpu) for gpu in range(own)]:
                 self.release()
                 raise ConfigError(
@@ -100,12 +101,11 @@ class Reservation:
 
         Raises:
             ConfigError: the GPUs of an engine are on several nodes.
+            TrainingWorkerError: a node does not start a process in its bundle, or is lost; the reservation is released.
         """
         ranks = self.placements(POLICY_RANKS)
         # Before the ranks start, which take them.
-        gpus = ray.get(
-            [_gpus.options(**replace(rank, num_cpus=0).options()).remote() for rank in ranks], timeout=_ASK_S
-        )
+        gpus = self._gpus_of([replace(rank, num_cpus=0) for rank in ranks])
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         here = ray.get_runtime_context().get_node_id()
         found = sorted(  # a node has less than ten GPUs, or names them by UUID
@@ -125,6 +125,17 @@ class Reservation:
             bundle = mine[0][3]
             placements.append(RayPlacement(0, 0, environment=visible, placement_group=self._group, bundle_index=bundle))
         return placements
+
+    def _gpus_of(self, placements: Sequence[RayPlacement]) -> list[list[Any]]:
+        try:
+            asked = [_gpus.options(**placement.options()).remote() for placement in placements]
+            return list(ray.get(asked, timeout=_ASK_S))
+        except (RayError, GetTimeoutError) as error:
+            self.release()
+            raise TrainingWorkerError(
+                f"A reserved node did not start a process that says which GPUs it has ({type(error).__name__}, limit "
+                f"{_ASK_S:g} s). `ray status` and the raylet's log on that node say why; then start the run again."
+            ) from error
 
     def release(self) -> None:
         """Give the resources back, and end every actor that still has some. Idempotent."""

@@ -450,6 +450,31 @@ def test_plan_prints_it_and_touches_nothing(tmp_path: Path, capfd: pytest.Captur
     assert not (tmp_path / "run").exists()
 
 
+def test_plan_prints_the_settings_that_differ_from_their_defaults(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, text = run(tmp_path, capfd, "trainer.seed=7", verb="plan")
+    changed = [line.split() for line in text.partition("settings that differ")[2].splitlines()]
+    assert ["trainer.seed", "7", "(default", "0)"] in changed
+    defaults = [line for line in changed if line and line[0] == "trainer.algorithm.gamma"]
+    assert defaults == [], "this one has its default"
+
+
+def test_plan_prints_prompts_as_the_model_sees_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, text = run(tmp_path, capfd, "--prompts", "2", verb="plan")
+    assert code == 0
+    heads = re.findall(r"^prompt (\S+): (\d+) of at most (\d+) tokens\n(.*)", text, re.MULTILINE)
+    assert len(heads) == 2
+    for _, tokens, limit, shown in heads:
+        assert len(shown) == int(tokens) <= int(limit), "a token of this model is a character"
+
+
+def test_prompts_that_an_agent_writes_are_left_to_try(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    agent = ("generator.name=harness", "generator.kwargs.agent=tests.cpu.test_entrypoint:run")
+    code, text = run(tmp_path, capfd, *agent, "--prompts", "1", verb="plan")
+    assert code == 2 and "`skyrl-train try` runs it once" in text
+
+
 NO_EFFECT = ("trainer.algorithm.gamma=0.9", "trainer.fsdp.num_workers=4", "generator.inference_engine.ray_num_gpus=1")
 
 

@@ -54,6 +54,24 @@ def test_a_backward_pass_is_left_no_more_than_the_formula_says_and_not_much_less
     assert (inputs if checkpointing else 0.9 * said) < measured < said
 
 
+@pytest.mark.parametrize(
+    ("overrides", "checkpointed"),
+    [
+        (CUDA, {"critic"}),
+        ([*CUDA, "trainer.critic.gradient_checkpointing=false"], set()),
+        ([*CUDA, "trainer.policy.gradient_checkpointing=true"], {"policy", "critic"}),
+        ([*CUDA, "trainer.critic.device=cpu"], set()),
+        ([], set()),
+    ],
+)
+def test_layers_of_models_of_a_billion_parameters_run_again_on_gpus(
+    overrides: list[str], checkpointed: set[str]
+) -> None:
+    models = ["trainer.policy.model.path=Qwen/Qwen3-0.6B", "trainer.critic.model.path=Qwen/Qwen2.5-1.5B"]
+    memory = planned(*models, GAE, *overrides).memory
+    assert memory is not None and memory.checkpointed == checkpointed
+
+
 def fit(plan: Plan, machine: Machine) -> MemoryWarnings:
     return memory_warnings(plan.config, plan.memory, machine)
 

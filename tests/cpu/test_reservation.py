@@ -141,6 +141,18 @@ def test_a_cluster_that_may_grow_is_waited_for(nodes: RayNodes, monkeypatch: pyt
     again.release()
 
 
+def test_a_node_that_starts_no_process_is_an_error_and_gives_its_gpus_back(
+    nodes: RayNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = needs_of((POLICY_RANKS, 16, 1.0))
+    reservation = Reservation(everything, TIME_S, "less")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_ASK_S", 0.0)
+        with pytest.raises(TrainingWorkerError, match=r"did not start a process .*GetTimeoutError, .* raylet's log"):
+            reservation.beside_ranks(2, 8)
+    Reservation(everything, TIME_S, "less").release()
+
+
 @ray.remote(num_cpus=0)
 def visible_gpus() -> list[int]:
     return list(ray.get_gpu_ids())

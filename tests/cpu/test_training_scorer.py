@@ -213,7 +213,7 @@ def test_checkpointed_layers_give_the_same_gradients_from_less_memory(packing: b
 
 
 def test_checkpointing_needs_layers_that_can_run_again() -> None:
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing=true: Linear .* Set it to false"):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing: Linear .* Set it to false"):
         checkpoint_activations(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 

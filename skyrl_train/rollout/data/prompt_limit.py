@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from skyrl_train.config import derive
 from skyrl_train.config.model_shape import model_shape
@@ -16,6 +16,11 @@ from skyrl_train.errors import DataError
 from skyrl_train.models.place import in_hub_cache, is_local
 from skyrl_train.rollout.data.dataset import PromptDataset, canonical_json
 from skyrl_train.types import ConversationType
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from skyrl_train.inference.chat import ChatRenderer
 
 logger = logging.getLogger(__name__)
 
@@ -135,22 +140,32 @@ class PromptLimit:
             return sum(len(str(message.get("content") or "")) for message in prompt)
         return TEMPLATE_TOKENS + sum(MESSAGE_TOKENS + len(canonical_json(message)) for message in prompt)
 
+    def rendered(self, record: PromptRecord) -> tuple[int, str]:
+        """Return the number of tokens of a prompt and its text, with the chat template and its special tokens."""
+        tokens = self._renderer.render(record.prompt)
+        return len(tokens), str(self._tokenizer.decode(tokens))
+
+    def _count(self, prompt: ConversationType) -> int:
+        return len(self._renderer.render(prompt))
+
     @cached_property
-    def _count(self) -> Callable[[ConversationType], int]:
-        """The function that counts the tokens of a rendered prompt."""
-        # They import torch.
+    def _renderer(self) -> ChatRenderer:
         from skyrl_train.inference.chat import ChatRenderer
+
+        return ChatRenderer.configured(
+            self._config.generator, self._tokenizer, self._config.trainer.policy.model.path or ""
+        )
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        # They import torch, like the renderer.
         from skyrl_train.models.folder import load_tokenizer
         from skyrl_train.models.tiny import character_tokenizer
 
-        model, generator = self._config.trainer.policy.model, self._config.generator
-        tokenizer = (
-            character_tokenizer(model.build.alphabet, model.build.words)
-            if model.path is None
-            else load_tokenizer(model.path, generator.chat_template)
-        )
-        renderer = ChatRenderer.configured(generator, tokenizer, model.path or "")
-        return lambda prompt: len(renderer.render(prompt))
+        model = self._config.trainer.policy.model
+        if model.path is None:
+            return character_tokenizer(model.build.alphabet, model.build.words)
+        return load_tokenizer(model.path, self._config.generator.chat_template)
 
     def _shortened(self, record: PromptRecord) -> PromptRecord:
         """Cut the beginning of the longest message off, as little as is necessary."""

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from skyrl_train.config import derive
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import build_empty, load_model, resolve_dtype
 from skyrl_train.training.collectives import Collectives
@@ -66,7 +67,7 @@ def load_sharded(
         model = adapt(empty)
         if config.policy.compile:
             compile_layers(model)
-        if config.policy.gradient_checkpointing:
+        if derive.gradient_checkpointing(config, model.num_parameters()):
             checkpoint_activations(model, section)
         source = load_model(model_path, dtype, "cpu") if mesh.get_rank() == 0 else None
         return model, None if source is None else adapt(source)
