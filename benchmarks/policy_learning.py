@@ -40,7 +40,6 @@ SMALL = (
     f"trainer.policy_mini_batch_size={BATCH}",
     f"generator.n_samples_per_prompt={SAMPLES}",
     "trainer.policy.model.build.num_layers=1",
-    "trainer.policy.optimizer_config.lr=1.5e-3",
     "trainer.policy.optimizer_config.scheduler=constant",  # so that runs can be compared at the same time, too
     "trainer.samples_per_step=0",
 )
@@ -68,6 +67,7 @@ class Cell:
     depth: float | None  # None: it adapts, the default
     policy: str
     corrected: bool
+    lr: float  # constant
     seed: int
     steps: int
     workload: str
@@ -78,15 +78,16 @@ def depth_of(text: str) -> float | str:
     return text if text in ("adapts", "S") else float(text)
 
 
-def cell(task: str, bound: int, depth: float | str, policy: str, corrected: bool, seed: int, steps: int) -> Cell:
+def cell(
+    task: str, bound: int, depth: float | str, policy: str, corrected: bool, lr: float, seed: int, steps: int
+) -> Cell:
     """Return the cell of the task with its current settings."""
     work = TASKS[task]
     tools = b"" if work.tools_s is None else work.tools_s.values.tobytes()
     settings = repr((work.recipe, work.settings, work.engine, work.training)).encode()
     steps_ahead = None if depth == "adapts" else float(bound if depth == "S" else depth)
-    return Cell(
-        task, bound, steps_ahead, policy, corrected, seed, steps, hashlib.sha256(settings + tools).hexdigest()[:8]
-    )
+    digest = hashlib.sha256(settings + tools).hexdigest()[:8]
+    return Cell(task, bound, steps_ahead, policy, corrected, lr, seed, steps, digest)
 
 
 def overrides(work: Cell) -> list[str]:
@@ -96,6 +97,7 @@ def overrides(work: Cell) -> list[str]:
         f"trainer.seed={work.seed}",
         f"data.seed={work.seed}",
         f"trainer.max_steps={work.steps}",
+        f"trainer.policy.optimizer_config.lr={work.lr}",
         f"{asynchrony}.staleness_policy={work.policy}",
         f"{asynchrony}.max_staleness_steps={work.bound}",
         f"{asynchrony}.generate_ahead_steps={'null' if work.depth is None else work.depth}",
@@ -135,16 +137,16 @@ def run_missing(cells: list[Cell], path: Path, jobs: int) -> None:
     """Run the cells that the file lacks; write and print each row as soon as it is known."""
     missing = [each for each in cells if each not in finished(path)]
     print(
-        "| task | S | D | policy | TIS | seed | reward | step | mean lag | max trained lag | over S | masked | dropped |"
+        "| task | S | D | policy | TIS | lr | seed | reward | step | mean lag | max trained lag | over S | masked | dropped |"
     )
-    print("|---" * 13 + "|", flush=True)
+    print("|---" * 14 + "|", flush=True)
     with multiprocessing.get_context("spawn").Pool(jobs) as pool, path.open("a", encoding="utf-8") as file:
         for row in pool.imap_unordered(run, missing):
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(
                 f"| `{row['task']}` | {row['bound']} | {_depth(row['depth'])} | `{row['policy']}` | {_yes_no(row['corrected'])} "
-                f"| {row['seed']} | {row['reward']:.3f} | {row['step_s']:.1f} s | {row['mean_lag']:.2f} "
+                f"| {row['lr']:g} | {row['seed']} | {row['reward']:.3f} | {row['step_s']:.1f} s | {row['mean_lag']:.2f} "
                 f"| {row['max_trained_lag']} | {row['exceeds_bound']:.3f} | {row['masked']:.3f} | {row['dropped']:.3f} |",
                 flush=True,
             )
@@ -154,13 +156,13 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
     """Yield a line per setting, over its seeds: medians of rewards, means of the rest. Speeds are relative to ``accept`` with
     D = S and the same seeds, or to the same policy with D = S where the file has no ``accept``."""
     yield (
-        "| task | TIS | S | D | policy | seeds | reward, median | lowest .. highest | steps/s over `accept` "
+        "| task | TIS | lr | S | D | policy | seeds | reward, median | lowest .. highest | steps/s over `accept` "
         "| reward in `accept`'s time | mean lag | max trained lag | over S | masked | dropped |"
     )
-    yield "|---" * 15 + "|"
+    yield "|---" * 16 + "|"
     settings = {_setting(each) for each in cells if each in rows}
     for setting in sorted(
-        settings, key=lambda s: (s.task, not s.corrected, s.bound, -(s.depth or 0), POLICIES.index(s.policy))
+        settings, key=lambda s: (s.task, not s.corrected, s.lr, s.bound, -(s.depth or 0), POLICIES.index(s.policy))
     ):
         own = list(_by_seed(rows, cells, setting).values())
         full = setting._replace(depth=float(setting.bound))
@@ -170,8 +172,9 @@ def table(rows: dict[Cell, dict[str, Any]], cells: list[Cell]) -> Iterator[str]:
         timely = f"{median(reward_within(row, a['ended_s'][-1]) for row, a in pairs):.3f}" if pairs else ""
         rewards = [row["reward"] for row in own]
         yield (
-            f"| `{setting.task}` | {_yes_no(setting.corrected)} | {setting.bound} | {_depth(setting.depth)} | `{setting.policy}` "
-            f"| {len(own)} | **{median(rewards):.3f}** | {min(rewards):.3f} .. {max(rewards):.3f} | {speed} | {timely} "
+            f"| `{setting.task}` | {_yes_no(setting.corrected)} | {setting.lr:g} | {setting.bound} | {_depth(setting.depth)} "
+            f"| `{setting.policy}` | {len(own)} | **{median(rewards):.3f}** | {min(rewards):.3f} .. {max(rewards):.3f} "
+            f"| {speed} | {timely} "
             f"| {_mean(own, 'mean_lag'):.2f} | {max(row['max_trained_lag'] for row in own)} | {_mean(own, 'exceeds_bound'):.3f} "
             f"| {_mean(own, 'masked'):.3f} | {_mean(own, 'dropped'):.3f} |"
         )
@@ -218,13 +221,14 @@ class Setting(NamedTuple):
 
     task: str
     corrected: bool
+    lr: float
     bound: int
     depth: float | None
     policy: str
 
 
 def _setting(each: Cell) -> Setting:
-    return Setting(each.task, each.corrected, each.bound, each.depth, each.policy)
+    return Setting(each.task, each.corrected, each.lr, each.bound, each.depth, each.policy)
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
@@ -246,6 +250,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--bounds", nargs="+", type=int, default=[1, 4, 8], help="S")
     parser.add_argument("--depths", nargs="+", type=depth_of, default=["S"], help="D: numbers, S or adapts")
+    parser.add_argument("--lrs", nargs="+", type=float, default=[1.5e-3], help="constant learning rates")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--uncorrected", action="store_true", help="without token TIS, instead of with it")
@@ -254,14 +259,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.table:
         grid = itertools.product(
-            options.tasks, options.bounds, options.depths, options.policies, (True, False), options.seeds
+            options.tasks, options.bounds, options.depths, options.policies, (True, False), options.lrs, options.seeds
         )
         rows, cells = finished(options.out), [cell(*values, options.steps) for values in grid]
         print("\n".join([*table(rows, cells), "", *averages(rows, cells)]))
         return
-    order = itertools.product(options.seeds, options.bounds, options.depths, options.tasks, options.policies)
+    order = itertools.product(
+        options.seeds, options.lrs, options.bounds, options.depths, options.tasks, options.policies
+    )
     corrected, steps = not options.uncorrected, options.steps
-    cells = [cell(task, bound, d, policy, corrected, seed, steps) for seed, bound, d, task, policy in order]
+    cells = [cell(task, bound, d, policy, corrected, lr, seed, steps) for seed, lr, bound, d, task, policy in order]
     run_missing(cells, options.out, options.jobs)
 
 
