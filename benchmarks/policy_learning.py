@@ -2,12 +2,13 @@
 
     python benchmarks/policy_learning.py --out rows.jsonl [--tasks run_length] [--policies accept wait] [--bounds 1 4] [--seeds 0]
     python benchmarks/policy_learning.py --out rows.jsonl --policies mask --bounds 4 --depths 1 2 adapts     instead of D = S
+    python benchmarks/policy_learning.py --out rows.jsonl --lrs 5e-4 1.5e-3     at several learning rates
     python benchmarks/policy_learning.py --out rows.jsonl --uncorrected     without token TIS
     python benchmarks/policy_learning.py --out rows.jsonl --table           the table of the file
 
-A cell is a task, a policy, a bound S, a depth D, with or without correction, and a seed. A cell that is in the file already is
-not run again, so the table can be made in pieces; the load of the machine does not change a run. By default D = S, which keeps
-the pipeline as full as the bound allows: groups are as old as they may be, and slow groups older.
+A cell is a task, a policy, a bound S, a depth D, with or without correction, a learning rate, and a seed. A cell that is in the
+file already is not run again, so the table can be made in pieces; the load of the machine does not change a run. By default
+D = S, which keeps the pipeline as full as the bound allows: groups are as old as they may be, and slow groups older.
 """
 
 from __future__ import annotations

@@ -475,6 +475,13 @@ def test_prompts_that_an_agent_writes_are_left_to_try(tmp_path: Path, capfd: pyt
     assert code == 2 and "`skyrl-train try` runs it once" in text
 
 
+def test_prompts_of_a_stream_are_left_to_try(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "03a=", "environment": {"count": 3, "letter": "a"}}\n' * 8)
+    code, text = run(tmp_path, capfd, f"data.train_data=[{rows}]", "data.streaming=true", "--prompts", "1", verb="plan")
+    assert code == 2 and "`skyrl-train try` shows one of them" in text
+
+
 NO_EFFECT = ("trainer.algorithm.gamma=0.9", "trainer.fsdp.num_workers=4", "generator.inference_engine.ray_num_gpus=1")
 
 

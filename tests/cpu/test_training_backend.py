@@ -27,8 +27,9 @@ from training_worlds import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.build.checks import known_names
+from skyrl_train.config import derive
 from skyrl_train.config.compose import compose
-from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.config.validate import validate
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError
 from skyrl_train.models.tiny import build_model_folder
@@ -167,6 +168,20 @@ class TestUpdate:
     def test_an_update_counts_its_passes_and_their_shapes(self, folder: str) -> None:
         metrics = backend(folder, micro_batch_tokens=9).update(minibatch(lengths=(6, 9, 6)))
         assert (metrics["policy/micro_batches"], metrics["policy/distinct_shapes"]) == (3.0, 2.0)
+
+    def test_its_size_decides_whether_layers_run_again(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes: list[int] = []
+
+        def by_size(trainer: TrainerConfig, num_parameters: int) -> bool:
+            sizes.append(num_parameters)
+            return True
+
+        plain = backend(folder).model
+        monkeypatch.setattr(derive, "gradient_checkpointing", by_size)
+        model = backend(folder).model
+        assert sizes == [sum(weight.numel() for weight in plain.parameters())]
+        again, once = (hasattr(each.model.layers[0].forward, "__wrapped__") for each in (model, plain))
+        assert again and not once
 
     def test_without_correction_the_behaviour_log_probs_do_not_reach_the_weights(self, folder: str) -> None:
         uncorrected = {"algorithm__off_policy_correction__tis_ratio_type": None}
