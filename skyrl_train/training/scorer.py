@@ -14,6 +14,7 @@ gather weights around the ``forward`` of a module, see calls and outputs as in a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.training.upload import upload
 
 ENTROPY_CHUNK_TOKENS = 1024  # rows of [*, vocab] that the entropy's temporaries hold at once
+TF32_STEP = 2**-10  # between two neighbouring values of a matrix product's inputs, relative to them
+ROUNDING_STEPS = 4  # of the largest logit, that two correct methods may differ by: their kernels round in another order
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +152,9 @@ class Scorer:
         everything = [torch.ones(len(sequence), dtype=torch.bool) for sequence in sequences]
         plain = ScoringMethod(packed=False, chunked=False)
         padded = collate_padded(sequences, [0, 1], everything)
-        expected = self.logprobs_and_entropies(padded, plain, differentiate_entropy=False)[0]
-        tolerance = 0.1 if dtype.itemsize < 4 else 2e-3
+        with _largest_output(_head(self._model)) as largest:
+            expected = self.logprobs_and_entropies(padded, plain, differentiate_entropy=False)[0]
+        tolerance = _tolerance(dtype, max(largest) * abs(self._rule.scale) / self._rule.temperature)
         packable = packing is not False and use_segments(self._model)
         # Chunks need a body that ends in hidden states and a linear head on top of it.
         model, head = self._model, self._model.get_output_embeddings()
@@ -164,7 +170,34 @@ class Scorer:
                 continue
             if torch.allclose(scores, expected, atol=tolerance, rtol=0.0):
                 return method
+            logger.warning(
+                "%s: log-probs of %s rows%s differ from its own by %.3g, more than rounding can explain (%.3g). They are "
+                "computed in a way that takes more time and memory.",
+                type(self._model).__name__,
+                "packed" if method.packed else "padded",
+                ", with logits of a chunk of tokens at a time," if method.chunked else "",
+                (scores - expected).abs().max().item(),
+                tolerance,
+            )
         return plain
+
+
+def _tolerance(dtype: torch.dtype, largest_logit: float) -> float:
+    """Return by how much two correct methods may differ in a log-prob: by some steps of the dtype at the size of the logits."""
+    products_in_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    step = TF32_STEP if products_in_tf32 else torch.finfo(dtype).eps
+    return max(0.1 if dtype.itemsize < 4 else 2e-3, ROUNDING_STEPS * step * largest_logit)
+
+
+@contextmanager
+def _largest_output(module: torch.nn.Module) -> Iterator[list[float]]:
+    """While open, append the largest absolute value of each output of the module."""
+    found: list[float] = []
+    handle = module.register_forward_hook(lambda _module, _inputs, output: found.append(output.abs().max().item()))
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def reject_needed_packing(packing: bool | None, sequence_ranks: SequenceRanks | None, reason: str) -> None:

@@ -248,6 +248,45 @@ def test_log_probs_rounded_to_bfloat16_count_as_equal(monkeypatch: pytest.Monkey
         assert trainer._scorer.layout.packed is packs
 
 
+@pytest.mark.parametrize(
+    ("dtype", "precision", "difference", "packs"),
+    [
+        (torch.bfloat16, "highest", 0.5, True),  # neighbouring values between 16 and 32 are 0.125 apart
+        (torch.bfloat16, "highest", 2.0, False),
+        (torch.float32, "highest", 0.05, False),
+        (torch.float32, "high", 0.05, True),  # TF32
+    ],
+)
+def test_large_logits_are_compared_as_finely_as_they_are_computed(
+    dtype: torch.dtype,
+    precision: str,
+    difference: float,
+    packs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On a GPU, kernels for packed rows round in another order than those for padded ones."""
+    policy = model("qwen3").to(dtype)
+    inputs, head = torch.arange(VOCABULARY)[None], policy.get_output_embeddings()
+    with torch.no_grad():
+        head.weight *= 25 / policy(input_ids=inputs, use_cache=False).logits.abs().max()
+    exact = Scorer.logprobs_and_entropies
+
+    def rounded(self: Scorer, micro_batch: MicroBatch, way: Any, **how: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropies = exact(self, micro_batch, way, **how)
+        return logprobs + difference * (way.packed or way.chunked), entropies
+
+    monkeypatch.setattr(Scorer, "logprobs_and_entropies", rounded)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        scorer = Scorer(policy, temperature=1.0, micro_batch_tokens=100)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert scorer.layout.packed is packs
+    assert ("of packed rows" in caplog.text) is not packs
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sharded_model_gives_the_same_numbers(tied: bool, checkpointed: bool) -> None:
