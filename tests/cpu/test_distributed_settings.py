@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 
 from skyrl_train.build.processes import StartedProcesses
@@ -17,6 +23,9 @@ from skyrl_train.config.plan import resolve
 from skyrl_train.config.validate import Validation, validate
 from skyrl_train.entrypoints.run import StopRequest, train_restarting
 from skyrl_train.errors import CheckpointError, TrainingWorkerError
+from skyrl_train.training.distributed import worker as of_ranks
+from skyrl_train.training.distributed.worker import TrainingWorker
+from skyrl_train.weight_sync.process_group import outward_address
 
 FSDP = "trainer.strategy=fsdp2"
 KL = "trainer.algorithm.kl_loss_coef=0.1"
@@ -242,3 +251,48 @@ class TestRestarts:
         with pytest.raises(CheckpointError):
             runs.go(max_restarts=5)
         assert len(runs.started) == runs.closed == 1
+
+
+@pytest.fixture
+def join(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], None]:
+    """Join a group of one rank whose store is at an address; the function stands for all that makes groups."""
+
+    def join(host: str, make_group: Callable[[], None]) -> None:
+        for module, name in ((dist, "init_process_group"), (dist, "new_group"), (of_ranks, "shard_mesh")):
+            monkeypatch.setattr(module, name, lambda *_, **__: make_group())
+        worker = TrainingWorker()
+        trainer = compose("quickstart", [FSDP]).trainer
+        worker.join(0, 1, worker.host_store(host, 1), trainer, "trainer.fsdp")
+
+    return join
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", outward_address()])
+def test_ranks_are_reached_at_the_address_that_leads_to_the_first_one(
+    host: str, join: Callable[[str, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo by itself takes the address of the machine's name, often 127.0.1.1, which no other node reaches."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    stores: list[dist.HashStore] = []
+
+    def make_group() -> None:
+        store = dist.HashStore()
+        member = partial(dist.ProcessGroupGloo, store, size=2, timeout=timedelta(seconds=60))
+        with ThreadPoolExecutor(2) as members:
+            list(members.map(lambda rank: member(rank=rank), range(2)))
+        stores.append(store)
+
+    join(host, make_group)
+    assert stores
+    for store in stores:
+        assert all(socket.inet_aton(host) in store.get(f"0/{rank}") for rank in range(2))
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_an_interface_that_the_user_names_is_kept(
+    join: Callable[[str, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine0")
+    seen: list[str] = []
+    join("127.0.0.1", lambda: seen.append(os.environ["GLOO_SOCKET_IFNAME"]))
+    assert {*seen, os.environ["GLOO_SOCKET_IFNAME"]} == {"mine0"}

@@ -7,8 +7,13 @@ others waiting in a collective, and the driver ends the group.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import struct
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,12 +41,15 @@ from skyrl_train.training.messages import ModelSettings, PackedSequences, Role
 from skyrl_train.training.policy_worker import PolicyWorker
 from skyrl_train.training.sequence_parallel import SequenceRanks
 from skyrl_train.training.state import Snapshots, host_tensor
+from skyrl_train.weight_sync.control import address_towards
 
 if TYPE_CHECKING:
     from skyrl_train.weight_sync.update import WeightTransport, WeightUpdate
 
 # Limit of a rank's wait for the others, which may be reading the model or gathering weights to sync.
 WAIT_LIMIT = timedelta(minutes=30)
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch reads it when a group is made
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR: the IPv4 address of an interface
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +103,17 @@ class TrainingWorker:
         store = self._store or TCPStore(meeting.host, meeting.port, num_ranks, timeout=WAIT_LIMIT)
         # Agreements and checkpoints use the CPU's group; parameters use the group of their device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=WAIT_LIMIT)
-        shard_size = trainer.fsdp.shard_size
-        self._mesh: DeviceMesh = shard_mesh(device.type, num_ranks, shard_size)
-        self._cpu_mesh = self._mesh if device.type == "cpu" else shard_mesh("cpu", num_ranks, shard_size)
-        self._writers = dist.new_group(backend="gloo", timeout=WAIT_LIMIT)  # checkpoints are written beside training
-        sequence_ranks, size = None, trainer.fsdp.sequence_parallel_size
-        if size > 1:
-            group, _ = dist.new_subgroups(size, timeout=WAIT_LIMIT)
-            sequence_ranks = SequenceRanks(group, dist.get_rank(group), size, f"{key}.sequence_parallel_size")
+        shard_size, sequence_ranks, size = trainer.fsdp.shard_size, None, trainer.fsdp.sequence_parallel_size
+        with _gloo_towards(meeting.host):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=WAIT_LIMIT)
+            self._mesh: DeviceMesh = shard_mesh(device.type, num_ranks, shard_size)
+            self._cpu_mesh = self._mesh if device.type == "cpu" else shard_mesh("cpu", num_ranks, shard_size)
+            self._writers = dist.new_group(
+                backend="gloo", timeout=WAIT_LIMIT
+            )  # checkpoints are written beside training
+            if size > 1:
+                group, _ = dist.new_subgroups(size, timeout=WAIT_LIMIT)
+                sequence_ranks = SequenceRanks(group, dist.get_rank(group), size, f"{key}.sequence_parallel_size")
         self._collectives = ProcessGroupCollectives(sequence_ranks)
 
     def hold(self, role: Role, settings: ModelSettings) -> None:
@@ -288,3 +298,34 @@ class TrainingWorker:
     @property
     def _policy(self) -> PreTrainedModel:
         return self._held[Role.policy].worker.model
+
+
+@contextmanager
+def _gloo_towards(host: str) -> Iterator[None]:
+    """While open, gloo takes the network interface that leads to ``host``, unless the user has named one.
+
+    By default gloo takes the address of this machine's name, which on many machines is 127.0.1.1: no other node can reach it.
+    """
+    interface = _interface_towards(host)
+    if interface is None or GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[GLOO_INTERFACE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[GLOO_INTERFACE]
+
+
+def _interface_towards(host: str) -> str | None:
+    """Return the name of the network interface whose IPv4 address leads to ``host``; None if there is no such address."""
+    address = address_towards(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
