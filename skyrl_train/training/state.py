@@ -9,11 +9,12 @@ state (the optimizer step, ``load``) have to wait, and usually the copy is done 
 
 from __future__ import annotations
 
+import mmap
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -26,6 +27,7 @@ from skyrl_train.errors import CheckpointError, first_line
 from skyrl_train.models.lora import FINGERPRINT
 from skyrl_train.runtime.checksums import ChecksumWriter
 from skyrl_train.weight_sync.disk import raw_bytes, safetensors_header
+from skyrl_train.weight_sync.pinning import Registration
 from skyrl_train.weight_sync.update import TensorSpec
 
 POLICY_FILE = "policy.safetensors"
@@ -33,7 +35,6 @@ OPTIMIZER_FILE = "optimizer.pt"
 REMEDY = "Resume with the model and settings it was made with, or start a new run with trainer.resume=never."
 S = TypeVar("S")
 T = TypeVar("T")
-Copies = list[tuple[torch.Tensor, torch.Tensor]]  # from, to
 
 
 class Snapshots(Generic[S]):
@@ -42,7 +43,7 @@ class Snapshots(Generic[S]):
     def __init__(self) -> None:
         self._number = 0
         self._state: S | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, _Buffer] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshot")
         self._copying: Future[None] | None = None
 
@@ -57,6 +58,9 @@ class Snapshots(Generic[S]):
         self._number += 1
         buffers = Buffers(self._buffers)
         self._state = arrange(buffers)
+        for name, buffer in self._buffers.items():
+            if buffers.in_use.get(name) is not buffer:
+                buffer.registration.release()
         self._buffers = buffers.in_use
         # On a GPU, the copy begins when everything queued so far has run.
         device = next((source.device for source, _ in buffers.copies if source.is_cuda), None)
@@ -81,23 +85,38 @@ class Snapshots(Generic[S]):
         return self._state
 
 
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Main memory for the copy of a tensor. For one on a GPU it is registered before the first copy, which then runs beside the
+    GPU's computation.
+
+    torch's pinned memory would be rounded up to a power of two, and the thread that trains would wait for it: seconds for large
+    models.
+    """
+
+    tensor: torch.Tensor
+    registration: Registration = field(default_factory=Registration)
+
+
+Copies = list[tuple[torch.Tensor, _Buffer]]  # from, to
+
+
 class Buffers:
     """Memory for the tensors of one snapshot, reused from the one before where shape and dtype are the same."""
 
-    def __init__(self, before: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, before: Mapping[str, _Buffer]) -> None:
         self._before = before
-        self.in_use: dict[str, torch.Tensor] = {}
+        self.in_use: dict[str, _Buffer] = {}
         self.copies: Copies = []
 
     def copy_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the main memory to which ``tensor`` (of this process, not sharded) will be copied. Use each name once."""
         source, buffer = tensor.detach(), self._before.get(name)
-        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-            # Pinned memory lets the copy run beside the computation of the GPU.
-            buffer = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=source.is_cuda)
+        if buffer is None or (buffer.tensor.shape, buffer.tensor.dtype) != (source.shape, source.dtype):
+            buffer = _Buffer(_memory_for(source))
         self.in_use[name] = buffer
         self.copies.append((source, buffer))
-        return buffer
+        return buffer.tensor
 
     def copy_of_all(self, name: str, value: Any) -> Any:
         """Apply :meth:`copy_of` to every tensor in nested dicts, lists and tuples; return everything else as it is."""
@@ -113,15 +132,26 @@ class Buffers:
 def _copy(copies: Copies, queued: torch.cuda.Event | None) -> None:
     if queued is None:
         for source, buffer in copies:
-            buffer.copy_(source)
+            buffer.tensor.copy_(source)
         return
     device = next(source.device for source, _ in copies if source.is_cuda)
+    for source, buffer in copies:
+        if source.is_cuda and source.numel():
+            buffer.registration.cover(buffer.tensor, device)
     stream = torch.cuda.Stream(device)  # beside the stream in which training continues
     with torch.cuda.stream(stream):
         stream.wait_event(queued)
         for source, buffer in copies:
-            buffer.copy_(source, non_blocking=True)
+            buffer.tensor.copy_(source, non_blocking=True)
     stream.synchronize()
+
+
+def _memory_for(source: torch.Tensor) -> torch.Tensor:
+    """Return main memory for a copy of a tensor; for one on a GPU in pages of its own, so that they can be registered."""
+    if not (source.is_cuda and source.numel()):
+        return torch.empty(source.shape, dtype=source.dtype, device="cpu")
+    pages = mmap.mmap(-1, source.nbytes)  # the tensor keeps it open
+    return torch.frombuffer(pages, dtype=source.dtype).view(source.shape)
 
 
 def host_tensor(like: torch.Tensor) -> torch.Tensor:

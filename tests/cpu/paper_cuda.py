@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,14 +39,16 @@ class Record:
         launches: of kernels, by operation.
         waits: of the host until the GPU has done all that was queued, by what was called and by which of our functions.
         uploads: copies to the GPU that it makes by itself, likewise.
+        locked: bytes of main memory that became readable for the GPU, which takes the host a while, by thread.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
+    locked: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
-        for counter in (self.launches, self.waits, self.uploads):
+        for counter in (self.launches, self.waits, self.uploads, self.locked):
             counter.clear()
 
 
@@ -146,8 +149,13 @@ def is_pinned(tensor: torch.Tensor) -> bool:
     return any(start <= address < start + size for start, size in REGISTERED.items())
 
 
+def _lock(address: int, size: int) -> None:
+    REGISTERED[address] = size
+    RECORD.locked[threading.current_thread().name] += size
+
+
 def _pin(tensor: torch.Tensor) -> torch.Tensor:
-    REGISTERED[tensor.data_ptr()] = tensor.nbytes
+    _lock(tensor.data_ptr(), tensor.nbytes)
     PINNED.append(tensor)  # kept, so that no other memory gets its address
     return tensor
 
@@ -270,7 +278,7 @@ class _CudaRuntime:
     cudaError = mock.Mock(success=0)
 
     def cudaHostRegister(self, address: int, size: int, _: int) -> int:
-        REGISTERED[address] = size
+        _lock(address, size)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:

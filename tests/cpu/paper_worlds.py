@@ -147,7 +147,11 @@ def state(folder: str, parent: str, dtype: str) -> dict[str, Any]:
         counted["stage on the device"] = figures()
         snapshot = trained.snapshot()
         trained.save(snapshot, Path(parent))
+        locked = dict(RECORD.locked)
         counted["snapshot"] = figures()
+        trained.save(trained.snapshot(), Path(parent))
+        locked_again = sum(RECORD.locked.values())
+        on_gpu = [*trained.model.parameters(), *trained.optimizer.tensors()]
         before = trained.update(minibatch(1, step=2))
         trained.load(Path(parent))
         RECORD.clear()
@@ -160,6 +164,8 @@ def state(folder: str, parent: str, dtype: str) -> dict[str, Any]:
             "weights": received.keys() == own.keys() and all(torch.equal(received[name], own[name]) for name in own),
             "staged": (len(specs), staged.device.type),
             "outside": outside,
+            "locked": (locked, locked_again),
+            "state_bytes": sum(tensor.nbytes for tensor in {id(each): each for each in on_gpu}.values()),
             "again": trained.update(minibatch(1, step=2)) == before,
         }
 

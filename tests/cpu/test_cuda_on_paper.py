@@ -105,6 +105,7 @@ def test_weights_leave_the_gpu_without_a_wait_for_each(
     result = paper.run(paper_worlds.state, folder, str(tmp_path), dtype)
     assert result["weights"] and result["again"], "what was staged, and what was loaded, is what was on the GPU"
     assert result["staged"][1] == "cuda" and result["outside"] == {"cpu"}
+    assert result["locked"] == ({"snapshot_0": result["state_bytes"]}, 0), "once, and not by the thread that trains"
     copies = "event.synchronize @ weight_sync/pinning.py:wait_for_copies"
     assert {name: counted["waits"] for name, counted in result["counted"].items()} == {
         "stage": {copies: 1},
