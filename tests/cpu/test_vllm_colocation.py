@@ -32,12 +32,11 @@ def test_each_kind_of_vllms_memory_wakes_once_a_turn(tmp_path: Path, monkeypatch
         asleep.update(("weights", "kv_cache"))
         await link.pause(PauseMode.KEEP)
 
-    async def wake_up(link: AsyncLLMAdapter, tags: list[str] | None) -> None:
-        assert tags is not None and asleep >= set(tags), "vLLM would map memory that is mapped"
+    async def wake_up(link: AsyncLLMAdapter, tags: list[str], *, last: bool) -> None:
+        assert asleep >= set(tags), "vLLM would map memory that is mapped"
         calls.append(f"wake {' '.join(tags)}")
         asleep.difference_update(tags)
-        if not asleep:
-            await link.resume()  # vLLM schedules by itself once all its memory is back
+        assert last is (not asleep), "vLLM schedules by itself once all its memory is back"
 
     async def load_weights(link: AsyncLLMAdapter, version: int) -> float:
         assert asleep == ({"kv_cache"} if version else set())

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from vllm_engines import tiny_model
 
 from skyrl_train.errors import ConfigError, EngineError
-from skyrl_train.inference.engines.vllm.adapter import OutputQueue, completion_chunk
+from skyrl_train.inference.engines.vllm.adapter import AsyncLLMAdapter, OutputQueue, completion_chunk
 from skyrl_train.inference.engines.vllm.arguments import (
     VLLMSettings,
     alone_on,
@@ -31,7 +31,7 @@ from skyrl_train.inference.engines.vllm.arguments import (
     vllm_arguments,
 )
 from skyrl_train.inference.engines.vllm.engine import VLLMEngine
-from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightRequest, token_versions
+from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightRequest, VLLMLink, token_versions
 from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, check_update
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.weight_sync.disk import DiskTransport
@@ -170,6 +170,33 @@ def test_vllm_forks_no_process_that_has_threads() -> None:
     assert process_environment(settings(), on_cpu=False)[method] == "spawn"
     assert method not in process_environment(settings(), on_cpu=True), "the CPU build always spawns"
     assert process_environment(settings(environment={method: "fork"}), on_cpu=False)[method] == "fork"
+
+
+@pytest.mark.parametrize("last", [False, True])
+async def test_nothing_is_sampled_between_waking_up_and_the_pause_that_follows(last: bool) -> None:
+    """vLLM takes all calls that have arrived before its next step, and schedules by itself once all its memory is back."""
+    calls: list[str] = []
+    answered = asyncio.Event()
+
+    async def call(name: str) -> None:
+        calls.append(name)
+        await answered.wait()
+
+    link = AsyncLLMAdapter.__new__(AsyncLLMAdapter)
+    VLLMLink.__init__(link, "vLLM", lambda _: None)
+    link._llm = SimpleNamespace(
+        engine_core=SimpleNamespace(
+            wake_up_async=lambda tags: call(f"wake {tags}"),
+            pause_scheduler_async=lambda mode, clear_cache: call(f"pause {mode} {clear_cache}"),
+        )
+    )
+    waking = asyncio.create_task(link.wake_up(["kv_cache"], last=last))
+    for _ in range(5):  # the tasks of the calls
+        await asyncio.sleep(0)
+    assert calls == ["wake ['kv_cache']", *(["pause keep False"] if last else [])]
+    assert not waking.done()
+    answered.set()
+    await waking
 
 
 def test_another_environment_waits_for_its_turn() -> None:

@@ -336,9 +336,20 @@ class AsyncLLMAdapter(VLLMLink):
         """Free device memory; running requests keep their place and are computed again later."""
         await self.answer(self._llm.engine_core.sleep_async(level, "keep"))
 
-    async def wake_up(self, tags: list[str] | None) -> None:
-        """Take device memory back. vLLM schedules again by itself once it has all of it."""
-        await self.answer(self._llm.wake_up(tags))
+    async def wake_up(self, tags: list[str], *, last: bool) -> None:
+        """Take device memory back; vLLM stays paused.
+
+        Args:
+            last: it then has all of its memory, and would schedule again by itself.
+        """
+        core = self._llm.engine_core
+        if not last:
+            await self.answer(core.wake_up_async(tags))
+            return
+        # Both calls travel at once, and vLLM answers all that has arrived before its next step: no token is sampled between them,
+        # whose weights may be those that were dropped.
+        pausing = core.pause_scheduler_async(mode=VLLM_PAUSE_MODES[PauseMode.KEEP], clear_cache=False)
+        await self.answer(asyncio.gather(core.wake_up_async(tags), pausing))
 
     async def add_adapter(self, adapter: Any) -> None:
         """Load a LoRARequest's adapter.

@@ -488,10 +488,8 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         waking = self._asleep if tags is None else self._asleep & set(tags)
         if not waking:  # vLLM would map memory a second time
             return
-        await link.wake_up(sorted(waking))
+        await link.wake_up(sorted(waking), last=waking == self._asleep)
         self._asleep -= waking
-        if not self._asleep:
-            await link.pause(PauseMode.KEEP)  # vLLM schedules by itself once all its memory is back
 
     async def _parse(self, engine_input: InferenceEngineInput, stream: bool) -> list[EngineRequest]:
         if self._alive()[1].version < 0 and (self._settings.load_format == "dummy" or self._settings.lora_rank):
