@@ -6,6 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from skyrl_train.build.processes import StartedProcesses
 from skyrl_train.config import derive
 from skyrl_train.config.cluster import CRITIC_RANKS, POLICY_RANKS
@@ -104,6 +106,9 @@ def build_policy_backend(
         arguments = (model_path, trainer, plan.total_steps, temperature, trainer.seed)
         if process is not None or trainer.executor == "process":
             return ProcessBackend(*arguments, process, logs / "training.log")
+        fraction = derive.trainer_memory_fraction(config)
+        if fraction is not None and torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(fraction, derive.full_device_name(trainer.device))
         return LocalBackend(*arguments)
     try:
         from skyrl_train.training.distributed.ray_backend import RayBackend

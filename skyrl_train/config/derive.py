@@ -231,6 +231,9 @@ class Transport:
     copies: int = 2
 
 
+VLLM_UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization
+CUDA_CONTEXT = 0.02  # of a GPU's memory, which a process takes beside its tensors
+
 TRANSPORTS: Mapping[str, Transport] = {
     "shared_memory": Transport("skyrl_train.weight_sync.shared_memory:SharedMemoryTransport", BACKENDS),
     "disk": Transport("skyrl_train.weight_sync.disk:DiskTransport", BACKENDS, folder=True, copies=0),
@@ -442,6 +445,25 @@ def engine_device_names(engine: InferenceEngineConfig) -> set[str]:
         return {full_device_name(engine.device)}
     gpus = range(engine.num_engines * engine_num_gpus(engine)) if engine.devices is None else engine.devices
     return {f"cuda:{gpu}" for gpu in gpus}
+
+
+def trainer_memory_fraction(config: RunConfig) -> float | None:
+    """Return the part of its GPU that local training may use, because vLLM on the same GPU has the rest all the time; None: there
+    is no such engine.
+
+    An engine that ends and starts again needs its part free. Without a limit, torch might keep some of it by then.
+    """
+    engine, trainer = config.generator.inference_engine, config.trainer
+    takes_turns = trainer.placement.colocate_all or engine.engine_args.get("enable_sleep_mode")
+    local = trainer.strategy is TrainingStrategy.local and trainer.device != "cpu"
+    if not local or takes_turns or engine.backend != "vllm" or engine.executor == "ray" or engine.device == "cpu":
+        return None
+    device = full_device_name(trainer.device)
+    ranks = sum(device == f"cuda:{gpu}" for index in range(engine.num_engines) for gpu in engine_devices(engine, index))
+    utilization = float(engine.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION))
+    if not ranks or engine.engine_args.get("kv_cache_memory_bytes") is not None:
+        return None
+    return max(CUDA_CONTEXT, 1 - ranks * utilization - CUDA_CONTEXT)
 
 
 def engines_start_first(config: RunConfig) -> bool:

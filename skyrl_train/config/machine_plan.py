@@ -19,7 +19,6 @@ from skyrl_train.config.cluster import ENGINES, ClusterNeeds, cluster_needs, nod
 from skyrl_train.config.hardware import Cluster
 from skyrl_train.config.memory import (
     CONTEXT_BYTES,
-    VLLM_UTILIZATION,
     Machine,
     MemoryEstimate,
     activation_bytes,
@@ -324,7 +323,7 @@ def _engine_loads(plan: Plan, memory: MemoryEstimate, shape: ModelShape, cluster
     weights = memory.engine_weight_bytes // number
     if engine.backend != "vllm":
         return [GPULoad("engine", number, {"weights": weights, "KV cache": memory.kv_cache_bytes // number}, available)]
-    utilization = float(engine.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION))
+    utilization = float(engine.engine_args.get("gpu_memory_utilization", derive.VLLM_UTILIZATION))
     given = engine.engine_args.get("kv_cache_memory_bytes")
     cache = int(utilization * available) - weights - ENGINE_OWN_BYTES if given is None else int(given)
     parts = {"weights": weights, "KV cache": cache, "own": ENGINE_OWN_BYTES}

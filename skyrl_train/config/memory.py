@@ -21,7 +21,6 @@ from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainingStrategy
 _FLOAT32_BYTES = 4
 # Of the CUDA context of the training process, which no allocator counts: 0.52 GiB on an H100 with CUDA 13.
 CONTEXT_BYTES = 600 * 2**20
-VLLM_UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization
 _TOKEN_BYTES = 64  # ids, log-probs and what the loss keeps of them
 _GIB, _MIB = 2**30, 2**20
 _NVIDIA_SMI_LIMIT_S = 20.0
@@ -406,7 +405,7 @@ def _engine_bytes(config: RunConfig, memory: MemoryEstimate, device: str, gpu_by
     if kv_cache is not None:
         ranks = engine.num_engines * derive.engine_num_gpus(engine)
         return on_device * (memory.engine_weight_bytes // ranks + int(kv_cache))
-    return on_device * int(float(engine.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION)) * gpu_bytes)
+    return on_device * int(float(engine.engine_args.get("gpu_memory_utilization", derive.VLLM_UTILIZATION)) * gpu_bytes)
 
 
 def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from skyrl_train.build import backend as of_backend
 from skyrl_train.build import trainer as assembly
 from skyrl_train.build.engines import build_engine
 from skyrl_train.config.compose import compose
@@ -177,3 +179,27 @@ def test_vllm_engines_of_one_process_have_one_log_so_that_they_start_together(
         for index in range(2):
             build_engine(config, resolve(config, 32), "/model", index, logs=tmp_path)
     assert [Path(log).name for log in found] == ["vllm.log", "vllm.log", "engine-0.log", "engine-1.log"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["engine_args={gpu_memory_utilization: 0.35}"], 0.63),
+        (["num_engines=2", "devices=[0, 0]", "engine_args={gpu_memory_utilization: 0.2}"], 0.58),
+        (["devices=[1]"], None),
+        (["executor=ray"], None),
+        (["engine_args={gpu_memory_utilization: 0.35, enable_sleep_mode: true}"], None),
+    ],
+)
+def test_a_trainer_leaves_vllm_its_part_of_a_gpu_also_while_that_starts_again(
+    overrides: list[str], expected: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limits: list[tuple[float, str]] = []
+    monkeypatch.setattr(of_backend, "LocalBackend", lambda *_: "backend")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
+    prefix = "generator.inference_engine."
+    engine = [f"{prefix}backend=vllm", f"{prefix}device=cuda", *(prefix + override for override in overrides)]
+    config = compose("quickstart", ["trainer.device=cuda", "trainer.executor=thread", *engine])
+    of_backend.build_policy_backend(config, resolve(config, 32), "/model", tmp_path, None)
+    assert limits == ([] if expected is None else [(pytest.approx(expected), "cuda:0")])
