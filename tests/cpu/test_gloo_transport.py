@@ -13,10 +13,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import EngineError
@@ -28,6 +31,7 @@ from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync import broadcast_receiver, process_group
+from skyrl_train.weight_sync.broadcast_group import NCCL, BroadcastGroup
 from skyrl_train.weight_sync.broadcast_receiver import BroadcastClient, BroadcastReceiver
 from skyrl_train.weight_sync.process_group import GlooTransport
 from skyrl_train.weight_sync.receiver import WeightReceiver
@@ -282,3 +286,28 @@ def test_no_conversation_outlives_the_transport(staged: tuple[GlooTransport, Wei
         receiver.close()
     transport.close()
     assert not any(thread.name.startswith("weight-server") for thread in threading.enumerate())
+
+
+def test_a_group_of_gpus_blocks_raises_and_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gloo's. Otherwise a lost engine would let NCCL's watchdog end the trainer, and engines would answer before the bytes
+    are there."""
+    variable = "TORCH_NCCL_BLOCKING_WAIT"
+    made: list[tuple[str, timedelta, list[bool]]] = []
+
+    class Nccl:
+        Options = SimpleNamespace
+
+        def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace) -> None:
+            here = [bool(store.check([f"here/{member}"])) for member in range(size)]
+            made.append((os.environ[variable], options._timeout, here))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv(variable, before)
+        store = dist.HashStore()
+        store.set("group/here/1", "")
+        device, timeout = torch.device("cpu"), timedelta(seconds=5)
+        BroadcastGroup(NCCL, store, "group", 0, 2, "127.0.0.1", device, timeout.total_seconds())
+        assert made.pop() == ("1", timeout, [True, True])
+        assert os.environ.get(variable) == before
