@@ -1,7 +1,7 @@
 """Our endpoint in front of a vLLM engine against vLLM's own OpenAI server, with the same engine arguments and the same load.
 
     python benchmarks/endpoint_vs_vllm.py [--requests 64] [--tokens 64] [--rounds 5] [--width 128]
-        [--logprobs | --hidden-logprobs]
+        [--logprobs | --hidden-logprobs] [--grammar]
 
 Both servers run on the CPU and stay up; rounds alternate between them, whole answers and streams. A round keeps
 ``--requests`` chat completions in flight until four times as many have ended. Printed: tokens per second and the p99 of the
@@ -13,18 +13,23 @@ for every token whether or not the answer shows it. For vLLM's server:
 | (nothing) | no | no |
 | ``--hidden-logprobs`` | yes, in the form that ours asks for | no |
 | ``--logprobs`` | yes | yes |
+
+``--grammar`` also measures answers that follow a JSON schema, in the same rounds, and prints the share of the speed that it
+leaves to each server.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import runpy
 import signal
 import socket
 import statistics
+import string
 import subprocess
 import sys
 import tempfile
@@ -40,6 +45,17 @@ CONTEXT = 256
 THEIRS = "vllm.entrypoints.openai.api_server"
 LAUNCH_THEIRS = "launch-theirs-with-hidden-logprobs"  # as the first argument, this file is that server
 START_S = 600.0
+# An array of so many short strings is long enough for every answer.
+SCHEMA = {
+    "type": "array",
+    "minItems": 200,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}},
+        "required": ["name", "n"],
+        "additionalProperties": False,
+    },
+}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -159,9 +175,9 @@ async def exchange(port: int, request: bytes) -> Answer:
         writer.close()
 
 
-def chat_request(server: Served, tokens: int, stream: bool, logprobs: bool) -> bytes:
+def chat_request(server: Served, tokens: int, stream: bool, logprobs: bool, guided: bool) -> bytes:
     """Return the request of a chat completion of exactly ``tokens`` tokens."""
-    body = {
+    body: dict[str, Any] = {
         "model": server.model,
         "messages": [{"role": "user", "content": "07c="}],
         "max_tokens": tokens,
@@ -169,6 +185,8 @@ def chat_request(server: Served, tokens: int, stream: bool, logprobs: bool) -> b
         "stream": stream,
         "logprobs": logprobs,
     }
+    if guided:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     content = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
     return head.encode() + b"Content-Type: application/json\r\n\r\n" + content
@@ -204,23 +222,28 @@ def free_port() -> int:
 async def compare(ours: Served, theirs: Served, options: argparse.Namespace) -> None:
     """Alternate between the servers and print a row per kind of answer."""
     print(f"{options.requests} in flight, {options.tokens} tokens each, width {options.width}, {options.rounds} rounds")
-    print("answers   tok/s ours  theirs  ratio   p99 ours  theirs  ratio")
+    print("answers          tok/s ours  theirs  ratio   p99 ours  theirs  ratio   of the speed without a grammar")
+    servers, kinds = {"ours": ours, "theirs": theirs}, (False, True) if options.grammar else (False,)
     for stream in (False, True):
-        rounds: dict[str, list[Round]] = {"ours": [], "theirs": []}
+        rounds: dict[tuple[str, bool], list[Round]] = {}
         for number in range(options.rounds + 1):
-            for name, server in (("ours", ours), ("theirs", theirs)):
-                request = chat_request(server, options.tokens, stream, options.logprobs)
+            for guided, (name, server) in itertools.product(kinds, servers.items()):
+                request = chat_request(server, options.tokens, stream, options.logprobs, guided)
                 measured = await measure(server, options.requests, options.tokens, request, stream)
                 if number:  # the first round warms up
-                    rounds[name].append(measured)
-        speed = {name: statistics.median(one.tokens_per_s for one in measured) for name, measured in rounds.items()}
-        late = {name: statistics.median(one.p99_s for one in measured) for name, measured in rounds.items()}
-        print(
-            f"{'stream' if stream else 'whole':8}  {speed['ours']:10.0f}  {speed['theirs']:6.0f}  "
-            f"{speed['ours'] / speed['theirs']:5.2f}  {late['ours']:8.2f} s  {late['theirs']:4.2f} s  "
-            f"{late['ours'] / late['theirs']:5.2f}",
-            flush=True,
-        )
+                    rounds.setdefault((name, guided), []).append(measured)
+        speed = {kind: statistics.median(one.tokens_per_s for one in measured) for kind, measured in rounds.items()}
+        late = {kind: statistics.median(one.p99_s for one in measured) for kind, measured in rounds.items()}
+        for guided in kinds:
+            mine, other = ("ours", guided), ("theirs", guided)
+            label = f"{'stream' if stream else 'whole'}{', grammar' if guided else ''}"
+            row = (
+                f"{label:15}  {speed[mine]:10.0f}  {speed[other]:6.0f}  {speed[mine] / speed[other]:5.2f}  "
+                f"{late[mine]:8.2f} s  {late[other]:4.2f} s  {late[mine] / late[other]:5.2f}"
+            )
+            if guided:
+                row += "".join(f"   {name} {speed[name, True] / speed[name, False]:.2f}" for name in servers)
+            print(row, flush=True)
 
 
 def main() -> None:
@@ -233,11 +256,14 @@ def main() -> None:
     logprobs = parser.add_mutually_exclusive_group()
     logprobs.add_argument("--logprobs", action="store_true", help="answers show the log-prob of each token")
     logprobs.add_argument("--hidden-logprobs", action="store_true", help="vLLM's engine computes them as ours does")
+    parser.add_argument("--grammar", action="store_true", help="also measure answers under a JSON schema")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the servers end with this program
     with tempfile.TemporaryDirectory() as folder:
         model, logs = Path(folder) / "model", (Path(folder) / "ours.log", Path(folder) / "theirs.log")
         build = BuildModelConfig(hidden_size=options.width, intermediate_size=2 * options.width)
+        if options.grammar:
+            build.alphabet = string.printable
         build_model_folder(build, model, seed=0)
         servers = [start_ours(str(model), options.requests, logs[0])]
         try:

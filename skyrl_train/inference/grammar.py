@@ -52,20 +52,23 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _COMPILED = 64  # grammars that are kept compiled; an agent repeats its few
+_REMEMBERED_TEXTS, _LONGEST_REMEMBERED = 4096, 256  # texts whose tokens are kept, and their characters: a few MiB
 
 
 class GrammarMatcher:
     """The position of one response in its grammar.
 
     Attributes:
-        mask: the tokens that may come next, since the last :meth:`compute_mask`.
-        error: why :func:`compute_masks` failed; None: it did not.
+        mask: the tokens that may come next, since the last :meth:`compute_mask`. It stays the same array.
+        error: why :func:`advance` failed; None: it did not.
     """
 
     def __init__(self, matcher: LLMatcher, end: int, ends: Collection[int], bits: int) -> None:
         self._matcher = matcher
         self._end, self._ends = end, ends
         self.mask: Mask = np.zeros(-(-bits // 32) * 4, np.uint8)
+        # Kept, because each of these takes numpy longer than some masks take the library.
+        self._address, self._bytes, self._view = self.mask.ctypes.data, self.mask.nbytes, self.mask.data
         self.error: GrammarError | None = None
 
     def consume(self, token_ids: Sequence[int]) -> None:
@@ -83,17 +86,17 @@ class GrammarMatcher:
         Raises:
             GrammarError: no token is allowed, or the grammar has become too complex at this place.
         """
-        self._matcher.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
-        return self._finish_mask(self.mask)
+        self._matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
+        return self._finish_mask()
 
-    def _finish_mask(self, mask: Mask) -> Mask:
+    def _finish_mask(self) -> Mask:
         if self._matcher.is_error():
             raise self._error()
         # The library knows one list of end tokens, a request may have others.
-        if mask[self._end // 8] >> self._end % 8 & 1:
+        if self._view[self._end // 8] >> self._end % 8 & 1:
             for token in self._ends:
-                mask[token // 8] |= 1 << token % 8
-        return mask
+                self._view[token // 8] |= 1 << token % 8
+        return self.mask
 
     def ended_by(self, token: int) -> bool:
         """Return whether ``token`` ends the response here."""
@@ -114,18 +117,35 @@ class GrammarMatcher:
         return GrammarError(f"The grammar cannot be followed here: {_one_line(reason)}")
 
 
-def compute_masks(matchers: Sequence[GrammarMatcher], executor: LLExecutor) -> None:
-    """Compute the masks of many responses. Other threads run meanwhile, and must not use these matchers.
+def advance(sampled: Sequence[tuple[GrammarMatcher, int]], executor: LLExecutor | None) -> None:
+    """Take a sampled token of each of many responses, and compute their next masks. Other threads run meanwhile, and must not use
+    these matchers.
 
     A matcher that fails keeps its ``error``, and the others are not concerned.
+
+    Args:
+        executor: the library's threads. None: this thread does everything, in half the time of an executor of one.
     """
-    masks = np.empty((len(matchers), matchers[0].mask.size), np.uint8)
+    if executor is None:
+        for matcher, token in sampled:
+            try:
+                matcher.consume([token])
+                matcher.compute_mask()
+            except GrammarError as error:
+                matcher.error = error
+        return
+    executor.consume_token_par([(matcher._matcher, token) for matcher, token in sampled])
+    masks = np.empty((len(sampled), sampled[0][0].mask.size), np.uint8)
     executor.unsafe_compute_mask_ptr(
-        [(matcher._matcher, row) for row, matcher in enumerate(matchers)], masks.ctypes.data, masks.shape[1], len(masks)
+        [(matcher._matcher, row) for row, (matcher, _) in enumerate(sampled)],
+        masks.ctypes.data,
+        masks.shape[1],
+        len(masks),
     )
-    for matcher, mask in zip(matchers, masks, strict=True):
+    for (matcher, _), mask in zip(sampled, masks, strict=True):
+        matcher.mask[:] = mask
         try:
-            matcher.mask = matcher._finish_mask(mask)
+            matcher._finish_mask()
         except GrammarError as error:
             matcher.error = error
 
@@ -320,9 +340,16 @@ class _TokenizerWrapper:
         for token, content in marks.items():
             self.tokens[token] = content
         self._tokenizer = tokenizer.backend_tokenizer
+        self._remembered = lru_cache(maxsize=_REMEMBERED_TEXTS)(self._tokenize)
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of text that the grammar leaves no choice about: the tokenizer's own, where they spell it."""
+        """Return the tokens of text that the grammar leaves no choice about: the tokenizer's own, where they spell it.
+
+        The library asks for each token of such a text, with what is left of it, and responses repeat the texts of their schema.
+        """
+        return self._remembered(text) if len(text) <= _LONGEST_REMEMBERED else self._tokenize(text)
+
+    def _tokenize(self, text: str) -> list[int]:
         data = text.encode()
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         if b"".join(self.tokens[token] for token in ids) == data and not set(ids).intersection(self.special_token_ids):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from chat_models import QWEN_SPECIAL, THINK, TOOL_CALL, byte_tokenizer
 from embedded_models import EOS, TOLERANCE, VOCAB, Driver, empty_copy, full_logprobs, tiny_model
+from llguidance import LLExecutor
 from transformers import PreTrainedTokenizerBase
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -31,7 +32,15 @@ from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference import grammar
 from skyrl_train.inference.continuation import Continuation
 from skyrl_train.inference.engines.embedded import core
-from skyrl_train.inference.grammar import MAX_CHARACTERS, GrammarMatcher, Grammars, Mask, check_grammar, end_token_ids
+from skyrl_train.inference.grammar import (
+    MAX_CHARACTERS,
+    GrammarMatcher,
+    Grammars,
+    Mask,
+    advance,
+    check_grammar,
+    end_token_ids,
+)
 from skyrl_train.inference.interface import SamplingParams, StopReason, StructuredOutput, TokenChunk
 from skyrl_train.inference.requests import Generation
 from skyrl_train.models.tiny import character_tokenizer
@@ -208,6 +217,50 @@ def test_a_token_that_is_not_allowed_is_an_error() -> None:
         grammars().matcher(StructuredOutput("regex", "ab"), tiny_tokenizer().convert_tokens_to_ids(["b"]))
 
 
+@pytest.mark.parametrize("threads", [None, 2])
+def test_responses_that_advance_together_have_the_masks_that_they_have_alone(threads: int | None) -> None:
+    made, draw, executor = grammars(), random.Random(1), None if threads is None else LLExecutor(threads)
+    together = [made.matcher(KINDS[n % len(KINDS)]) for n in range(9)]
+    alone, tokens = [made.matcher(KINDS[n % len(KINDS)]) for n in range(9)], [list[int]() for _ in range(9)]
+    fails = 4
+    for step in range(12):
+        sampled = [(n, draw.choice(sorted(allowed(matcher)))) for n, matcher in enumerate(alone)]
+        sampled = [(n, token) for n, token in sampled if token != EOS and together[n].error is None]
+        if step == 6:
+            sampled = [(n, EOS + 1 if n == fails else token) for n, token in sampled]
+        arrays = [matcher.mask for matcher in together]
+        advance([(together[n], token) for n, token in sampled], executor)
+        assert all(matcher.mask is array for matcher, array in zip(together, arrays, strict=True))
+        for n, token in sampled:
+            if step == 6 and n == fails:
+                continue
+            tokens[n].append(token)
+            alone[n].consume([token])
+            alone[n].compute_mask()
+            assert together[n].error is None and allowed(together[n]) == allowed(alone[n])
+    assert "cannot be followed" in str(together[fails].error)
+    assert sum(map(len, tokens)) > 60
+
+
+def test_a_text_that_the_grammar_forces_is_tokenized_once_for_all_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, tokenize = list[str](), grammar._TokenizerWrapper._tokenize
+
+    def counted(self: grammar._TokenizerWrapper, text: str) -> list[int]:
+        texts.append(text)
+        return tokenize(self, text)
+
+    monkeypatch.setattr(grammar._TokenizerWrapper, "_tokenize", counted)
+    made = grammars()
+    for _ in range(2):
+        matcher, forced = made.matcher(StructuredOutput("regex", "abc,12:(a|b)")), list[int]()
+        while len(only := allowed(matcher)) == 1:
+            forced += only
+            matcher.consume([*only])
+            matcher.compute_mask()
+        assert tiny_tokenizer().convert_ids_to_tokens(forced) == ["abc", ",", "12", ":"]
+    assert len(texts) == len(set(texts)) > 1
+
+
 # Sampling -----------------------------------------------------------------------------------------------------------
 
 
@@ -274,15 +327,15 @@ def test_tokens_are_drawn_in_proportion_to_the_masked_distribution() -> None:
 
 def test_a_grammar_that_becomes_too_complex_fails_its_own_response_only(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = driver().generate([5], structured=KINDS[2], seed=1, max_tokens=20)
-    it, finish, masks = driver(), GrammarMatcher._finish_mask, list[Mask]()
+    it, finish, masks = driver(), GrammarMatcher._finish_mask, list[GrammarMatcher]()
     other = it.add([5], structured=KINDS[2], seed=1, max_tokens=20)
 
-    def fail_at(matcher: GrammarMatcher, mask: Mask) -> Mask:
+    def fail_at(matcher: GrammarMatcher) -> Mask:
         if matcher is first:
-            masks.append(mask)
+            masks.append(matcher)
             if len(masks) == 4:
                 raise GrammarError("too complex")
-        return finish(matcher, mask)
+        return finish(matcher)
 
     fails = it.add([6], structured=KINDS[2], seed=2, max_tokens=20)
     it.core._waiting.rotate()  # the one that fails takes the first slot
@@ -317,7 +370,7 @@ def test_a_failure_of_the_thread_that_computes_masks_is_the_engines(monkeypatch:
     def fail(*_: object) -> None:
         raise MemoryError("no room for masks")
 
-    monkeypatch.setattr(core, "compute_masks", fail)
+    monkeypatch.setattr(core, "advance", fail)
     with pytest.raises(MemoryError, match="no room for masks"):
         it.step(2)
     it.core.close()  # ends the thread

@@ -28,7 +28,7 @@ from skyrl_train.inference.engines.embedded.engine import EngineSettings
 from skyrl_train.inference.engines.embedded.runner import Tokens, make_runner
 from skyrl_train.inference.engines.embedded.sampling import sample
 from skyrl_train.inference.engines.embedded.slots import Sequence, SlotTable
-from skyrl_train.inference.grammar import GrammarMatcher, Grammars, compute_masks
+from skyrl_train.inference.grammar import Grammars, advance
 from skyrl_train.inference.interface import SamplingParams, StopReason
 from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.models.folder import DTYPES, build_empty, load_config, load_model, load_tokenizer
@@ -182,8 +182,9 @@ class EmbeddedEngineCore:
             raise GrammarError(f"The engine cannot follow a grammar: {error}") from error
 
     @cached_property
-    def _mask_executor(self) -> LLExecutor:
-        return LLExecutor(torch.get_num_threads())
+    def _mask_executor(self) -> LLExecutor | None:
+        threads = torch.get_num_threads()
+        return LLExecutor(threads) if threads > 1 else None
 
     def abort(self, request_ids: Collection[int] | None = None) -> list[Message]:
         """End these requests (None: all) with the tokens that they have. Unknown ids are ignored."""
@@ -355,22 +356,12 @@ class EmbeddedEngineCore:
         stopped = (slots.stop_ids[rows] == tokens[:, None]).any(-1)
         broken = np.isnan(logprobs)
         ended = stopped | broken | (slots.lengths[rows] >= slots.limits[rows])
-        failed: dict[int, GrammarError] = {}
-        guided: list[GrammarMatcher] = []
-        for row in slots.guided[rows].nonzero()[0].tolist():
-            matcher = slots.sequences[rows.start + row].matcher
-            assert matcher is not None, "the slot has a grammar"
-            try:
-                if matcher.error is not None:
-                    raise matcher.error
-                if not ended[row]:
-                    matcher.consume([int(tokens[row])])
-                    guided.append(matcher)
-            except GrammarError as error:
-                failed[row] = error
-                ended[row] = True
-        if guided:
-            self._pending_masks.append(self._mask_thread.submit(compute_masks, guided, self._mask_executor))
+        guided = slots.matchers(rows)
+        # Without a mask, this token does not count.
+        failed = {row: matcher.error for row, matcher in guided if matcher.error is not None}
+        ended[list(failed)] = True
+        if sampled := [(matcher, int(tokens[row])) for row, matcher in guided if not ended[row]]:
+            self._pending_masks.append(self._mask_thread.submit(advance, sampled, self._mask_executor))
         every = slots.stream_every[rows]
         chunk_is_full = (every > 0) & (slots.lengths[rows] - slots.sent[rows] >= every)
         # A token that ends the response leaves with its stop reason, never in a chunk before.

@@ -80,9 +80,12 @@ def process(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     logits = logits.float()
     if rows.allowed is not None:
         guided, bits = rows.allowed
-        masked = np.zeros(logits.shape, np.bool_)
-        masked[guided] = np.unpackbits(bits, axis=1, count=logits.shape[-1], bitorder="little") == 0
-        logits = logits.masked_fill(torch.from_numpy(masked).to(logits.device), -torch.inf)
+        banned = np.unpackbits(~bits, axis=1, count=logits.shape[-1], bitorder="little").view(np.bool_)
+        if len(guided) < len(logits):
+            masked = np.zeros(logits.shape, np.bool_)
+            masked[guided] = banned
+            banned = masked
+        logits = logits.masked_fill(torch.from_numpy(banned).to(logits.device), -torch.inf)
     if rows.banned is not None:
         at = tuple(torch.from_numpy(index).to(logits.device) for index in rows.banned)
         logits = logits.index_put(at, logits.new_tensor(-torch.inf))

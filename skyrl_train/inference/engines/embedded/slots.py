@@ -152,19 +152,26 @@ class SlotTable:
         if early.any():
             row, column = np.nonzero(early[:, None] & (stop_ids != NO_TOKEN))
             banned = (row, stop_ids[row, column])
-        guided = self.guided[rows].nonzero()[0]
-        matchers = [self.sequences[rows.start + int(row)].matcher for row in guided]
+        guided = self.matchers(rows)
+        masks = [matcher.mask for _, matcher in guided]
         return SamplingRows(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
             min_p=self.min_p[rows],
             uniforms=uniforms(self.seeds[rows], lengths - self.prompt_lengths[rows]),
-            allowed=(guided, np.stack([m.mask for m in matchers if m is not None])) if matchers else None,
+            allowed=(np.array([row for row, _ in guided]), np.concatenate(masks).reshape(len(masks), -1))
+            if guided
+            else None,
             banned=banned,
             adjusted=[self._adjusted_row(rows.start, int(row)) for row in self.adjusted[rows].nonzero()[0]],
             top_logprobs=self.top_logprobs[rows] if self.top_logprobs[rows].any() else None,
         )
+
+    def matchers(self, rows: slice) -> list[tuple[int, GrammarMatcher]]:
+        """Return those of ``rows`` that have a grammar, counted from the first, and their matchers."""
+        found = ((row, self.sequences[rows.start + row].matcher) for row in self.guided[rows].nonzero()[0].tolist())
+        return [(row, matcher) for row, matcher in found if matcher is not None]
 
     def _adjusted_row(self, first: int, row: int) -> AdjustedRow:
         slot = first + row
