@@ -49,7 +49,7 @@ from skyrl_train.rollout.stages.logprobs import backend_stages
 from skyrl_train.rollout.stages.pipeline import Stage
 from skyrl_train.rollout.stages.reward import RewardStage
 from skyrl_train.runtime.concurrency import Signal, close_all
-from skyrl_train.runtime.watchdog import LoopMonitor, Phase, Watchdog
+from skyrl_train.runtime.watchdog import BLOCKED_S, LoopMonitor, Phase, Watchdog
 from skyrl_train.sample_recorder import SampleRecorder
 from skyrl_train.step_metrics import StepReports, TrainedStep
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingThread
@@ -184,7 +184,7 @@ class PPOTrainer:
             CheckpointError: a checkpoint could not be written; the previous one is untouched.
             NonFiniteStepsError: too many steps were skipped; the checkpoint from before them stands.
         """
-        with LoopMonitor(self.config.trainer.failures.stuck_after_s, logger.error):
+        with LoopMonitor(min(BLOCKED_S, self.config.trainer.failures.stuck_after_s), self._report):
             try:
                 await self.start()
                 while self.global_step < self.plan.total_steps:

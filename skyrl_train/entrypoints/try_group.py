@@ -28,6 +28,7 @@ from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.observability.screen import visible
 from skyrl_train.rollout.data.dataset import check_template
 from skyrl_train.rollout.data.loader import build_loader
+from skyrl_train.runtime.watchdog import BLOCKED_S, LoopMonitor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,7 +157,12 @@ async def generate_group(
                 stages=StagePipeline(generation.rewards),
             )
             record = loader.source.record(index)
-            return record, await group_generator.run(index), generation.tokenizer
+
+            def say(message: str) -> None:
+                console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+            with LoopMonitor(BLOCKED_S, say):
+                return record, await group_generator.run(index), generation.tokenizer
         finally:
             await loader.source.aclose()
 

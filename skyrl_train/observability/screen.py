@@ -56,7 +56,8 @@ class Failures:
 
     def __str__(self) -> str:
         last = f" (last: {shortened(self.last_reason)})" if self.last_reason else ""
-        return f"{self.groups} of {self.allowed} groups, {counted(self.retries, 'retry', 'retries')}{last}"
+        groups, retries = counted(self.groups, "group", "groups"), counted(self.retries, "retry", "retries")
+        return f"{groups} ({self.allowed} allowed), {retries}{last}"
 
 
 @dataclass(frozen=True, slots=True)

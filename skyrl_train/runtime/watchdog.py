@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+BLOCKED_S = 20.0  # nothing may block the event loop for so long; a waiting rollout may take hours
 INNERMOST_CALLS = 12  # of the stack of a blocked loop: the blocking call and its callers
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.try_group import problems, visible
@@ -49,6 +51,16 @@ class Breaks(Environment):
         return {"observations": [], "reward": float(self.extras["no_such_column"]), "done": True}
 
 
+class Blocks(Breaks):
+    """Stops the event loop until that has been reported."""
+
+    reported = threading.Event()
+
+    def step(self, action: str) -> EnvironmentStep:
+        assert self.reported.wait(300)
+        return {"observations": [], "reward": 1.0, "done": True}
+
+
 def sequence(mask: list[int], rewards: list[float] | None = None, stop_reason: str = "stop") -> RolloutSequence:
     length = len(mask)
     numbers: dict[str, Any] = {"logprobs": [0.0] * length, "versions": [0] * length}
@@ -59,6 +71,23 @@ def sequence(mask: list[int], rewards: list[float] | None = None, stop_reason: s
 
 def group(*sequences: RolloutSequence) -> RolloutGroup:
     return RolloutGroup(0, "u", "", tuple(Sample((one,)) for one in sequences), 0)
+
+
+def test_a_call_that_stops_the_event_loop_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("skyrl_train.entrypoints.try_group.BLOCKED_S", 0.05)
+    printed = Console.print
+
+    def see(self: Console, *shown: Any, **options: Any) -> None:
+        printed(self, *shown, **options)
+        if "in step" in str(shown):
+            Blocks.reported.set()
+
+    monkeypatch.setattr(Console, "print", see)
+    assert main(["try", *TINY, f"environment.env_class={HERE}:Blocks", "--samples=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "a blocking call has stopped the event loop" in shown and "test_entrypoint_try_group.py" in shown
 
 
 def test_a_group_is_shown_and_nothing_is_written(

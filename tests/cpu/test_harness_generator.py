@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -24,7 +25,7 @@ from scripted import ScriptedEngine, pass_time, scripted_update, settle
 from skyrl_train.build.checks import check_import_paths
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import GeneratorConfig
-from skyrl_train.errors import ConfigError, EngineError, NoEngineError, RolloutError
+from skyrl_train.errors import ConfigError, EngineError, GeneratorOutputError, NoEngineError, RolloutError
 from skyrl_train.events.log import EventLog
 from skyrl_train.events.reader import EventReader
 from skyrl_train.generators.harness.agent import AgentTask
@@ -32,6 +33,7 @@ from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.observability.failures import user_frame
 from skyrl_train.types import PauseMode, TrajectoryID
 
 Messages = list[dict[str, Any]]
@@ -202,17 +204,19 @@ async def test_a_reward_may_be_posted_with_the_sessions_key(finish: bool) -> Non
         assert [sample.reward for sample in await it.samples(run)] == [0.25]
 
 
+PROGRAM = (
+    "import json, os, sys, urllib.request\n"
+    "task = json.load(sys.stdin)\n"
+    "body = json.dumps({'model': 'policy', 'messages': task['prompt']}).encode()\n"
+    "request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, {\n"
+    "    'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})\n"
+    "opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))\n"
+    "json.load(opener.open(request))\n"
+)
+
+
 async def test_a_program_in_any_language_is_an_agent() -> None:
-    source = (
-        "import json, os, sys, urllib.request\n"
-        "task = json.load(sys.stdin)\n"
-        "body = json.dumps({'model': 'policy', 'messages': task['prompt']}).encode()\n"
-        "request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, {\n"
-        "    'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})\n"
-        "opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))\n"
-        "json.load(opener.open(request))\n"
-        "print(json.dumps({'reward': task['extras']['number']}))\n"
-    )
+    source = PROGRAM + "print(json.dumps({'reward': task['extras']['number']}))\n"
     async with harness(agent=None, command=[sys.executable, "-c", source]) as it:
         assert [sample.reward for sample in await it.samples(one_turn, samples=3)] == [0.0, 1.0, 2.0]
 
@@ -344,6 +348,14 @@ async def gives_no_reward(prompt: Messages, base_url: str, api_key: str, **_: An
     await Model(base_url, api_key).answer(prompt)
 
 
+def returns(value: Any) -> Callable[..., Any]:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> Any:
+        await Model(base_url, api_key).answer(prompt)
+        return value
+
+    return run
+
+
 async def asks_for_too_much(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
     await Model(base_url, api_key).answer(prompt, max_tokens=5000)
     return 1.0
@@ -365,14 +377,13 @@ async def rewards_a_turn_too_many(prompt: Messages, base_url: str, api_key: str,
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
-        (never_asks, "it never got a response from the model. It must send its requests to the base_url"),
-        (gives_no_reward, "it gave no reward: it returned none"),
         (asks_for_too_much, r"it raised HTTPStatusError\(.*400 Bad Request"),
         (
             shows_its_key,
             r"it raised ValueError\('my key is <api key>'\) \(test_harness_generator.py, line \d+, in shows",
         ),
         (cancels_itself, "it cancelled itself"),
+        (returns(float("nan")), "the reward that it returned is nan, not a finite number"),
         (rewards_a_turn_too_many, "its reward cannot be set: .* has no turn 1"),
     ],
 )
@@ -384,13 +395,59 @@ async def test_a_failed_run_names_the_sample_and_never_a_key(agent: Callable[...
         assert "sk-" not in chain
 
 
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        (never_asks, "it never got a response from the model. It must send its requests to the base_url"),
+        (gives_no_reward, "it gave no reward: it returned none"),
+        (returns("1.0"), "the reward that it returned is '1.0', not a finite number"),
+        (returns({"score": 1.0}), "it returned an object with the unknown key 'score'"),
+        (returns({"turn_rewards": 1.0}), r"it returned turn_rewards=1\.0"),
+    ],
+)
+async def test_an_agent_that_breaks_its_contract_stops_the_run(agent: Callable[..., Any], message: str) -> None:
+    async with harness(failure_reward=0.0) as it:  # which is for runs that fail
+        with pytest.raises(
+            GeneratorOutputError, match=rf"The agent of sample 'p_0' \(.*harness_worlds\.py:\d+ in current\): {message}"
+        ):
+            await it.play(agent)
+
+
+async def test_a_program_that_breaks_its_contract_stops_the_run_and_its_output_is_kept() -> None:
+    async with harness(agent=None, command=[sys.executable, "-c", PROGRAM + "print('all done')"]) as it:
+        with pytest.raises(GeneratorOutputError, match="the last line that it printed is not JSON: 'all done'") as info:
+            await it.generator.generate(batch(1))
+        assert "all done" in "".join(info.value.__notes__)
+
+
+async def test_a_failure_says_whether_any_request_has_arrived() -> None:
+    async def unconnected(**_: Any) -> float:
+        raise OSError("connection refused")
+
+    async with harness() as it:
+        with pytest.raises(RolloutError, match="no agent has sent a request to its base_url with its api_key yet"):
+            await it.play(unconnected)
+        await it.play(one_turn)
+        with pytest.raises(RolloutError, match="connection refused") as info:
+            await it.play(unconnected)
+        assert "no agent has sent" not in str(info.value)
+
+
+async def test_an_agent_that_finds_no_reason_to_ask_has_only_failed() -> None:
+    async with harness() as it:
+        await it.play(one_turn)
+        with pytest.raises(RolloutError, match="it never got a response"):
+            await it.play(never_asks)
+
+
 async def test_a_run_that_times_out_cancels_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async with harness(free_running=False, timeout_s=100) as it:  # the engine samples nothing
         playing = asyncio.create_task(it.play(one_turn))
         await until(lambda: len(it.engine.requests) == 1)
         pass_time(monkeypatch, 101)
-        with pytest.raises(RolloutError, match=r"it took longer than generator.kwargs.timeout_s=100 s"):
+        with pytest.raises(RolloutError, match=r"it took longer than generator.kwargs.timeout_s=100 s") as info:
             await playing
+        assert user_frame("".join(traceback.format_exception(info.value))).endswith("in post")
         await until(lambda: not it.engine.running)
 
 
@@ -410,8 +467,9 @@ async def test_the_key_of_a_thread_that_cannot_be_ended_is_revoked() -> None:
 
     THREADED["agent"] = run
     async with harness(free_running=False, timeout_s=0.3, agent=f"{__name__}:in_thread") as it:
-        with pytest.raises(RolloutError, match="it took longer"):
+        with pytest.raises(RolloutError, match="it took longer") as info:
             await it.generator.generate(batch(1))
+        assert user_frame("".join(traceback.format_exception(info.value))).endswith("in run")
         assert await asyncio.to_thread(over.wait, 300)
         assert not it.engine.running
     assert statuses[0] >= 400 and statuses[1] == 401

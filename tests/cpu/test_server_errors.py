@@ -249,6 +249,10 @@ async def test_the_sdk_raises_its_own_errors() -> None:
 async def test_unknown_routes_and_wrong_methods_have_the_same_shape() -> None:
     async with endpoint() as world:
         told(await world.http.get("/v1/images"), 404, "not_found")
+        for wrong, right in (("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages")):
+            answer = await world.http.post(wrong, json={})
+            told(answer, 404, "not_found")
+            assert f"{right!r} is one: the base URL" in answer.text
         answer = await world.http.delete(CHAT)
         told(answer, 405, "method_not_allowed")
         assert answer.headers["allow"] == "POST"

@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -77,6 +78,12 @@ def create_app(
     return app
 
 
+@functools.cache
+def route_paths() -> frozenset[str]:
+    """Return the paths of all routes, with their parameters as in ``/v1/sessions/{session_id}``."""
+    return frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute))
+
+
 @functools.cache  # it takes 0.1 s, and is the same for every application
 def openapi_schema() -> dict[str, Any]:
     """Return the OpenAPI document of all routes."""
@@ -90,7 +97,13 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     match error.status_code:
         case 404:
-            shown = DialectError(f"There is no route {request.url.path!r:.200}.", code="not_found", status=404)
+            path = request.url.path
+            message = f"There is no route {path!r:.200}."
+            # The base URL lacks /v1, or has it where the client adds it.
+            near = {f"/v1{path}", path.removeprefix("/v1")} & route_paths()
+            if near:
+                message += f" {min(near)!r} is one: the base URL ends in /v1 for OpenAI's clients, not for Anthropic's."
+            shown = DialectError(message, code="not_found", status=404)
         case 405:
             shown = DialectError(
                 f"This route does not take {request.method!r:.20}.", code="method_not_allowed", status=405

@@ -145,6 +145,7 @@ class Session:
         self.last_used = clock()
         # Told the names of called tools, and the seconds from their response to the request that continues it.
         self.on_tools: Callable[[Sequence[str], float], None] = lambda names, seconds: None
+        self.requested = False  # a request has arrived, answered or not
         self.rewarded = False  # a reward was set; a session without one is worth 0
         self._renderer = renderer
         self._limits = limits
@@ -196,7 +197,7 @@ class Session:
             ConfigError: the template rejects the messages.
         """
         self.check_room()  # before anything is rendered
-        self.last_used = self._clock()
+        self.last_used, self.requested = self._clock(), True
         kwargs = dict(template_kwargs or {})
         setting, canonical = setting_digest(tools, kwargs), canonical_messages(messages)
         # First choice: messages continue a recorded turn, whose tokens are reused as sampled.
@@ -243,7 +244,7 @@ class Session:
             SessionError: as for :meth:`plan`.
         """
         self.check_room()
-        self.last_used = self._clock()
+        self.last_used, self.requested = self._clock(), True
         prompt = list(prompt_token_ids)
         parent = self._turns.longest_prefix(prompt)
         plan = TurnPlan(prompt) if parent is None else TurnPlan(prompt, parent.end, parent.index)

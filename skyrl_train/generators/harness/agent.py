@@ -15,7 +15,9 @@ import functools
 import inspect
 import math
 import re
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -39,6 +41,10 @@ class AgentError(Exception):
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)
         self.output = output
+
+
+class AgentContractError(AgentError):
+    """The agent does not do what every agent has to do, so another attempt would not help: it stops the training run."""
 
 
 class CloseHooks:
@@ -145,19 +151,22 @@ class AgentResult:
         turn_rewards: one per turn, in the order in which the responses ended.
         metrics: averaged over the samples as ``environment/<name>``.
         remark: explains in an error message why there is no reward.
+        output: of an agent that is a program, both streams, without its API key.
     """
 
     reward: float | None = None
     turn_rewards: Sequence[float] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     remark: str = "it returned none"
+    output: str = field(default="", repr=False)
 
 
 def to_result(value: Any) -> AgentResult:
     """Convert an agent's return value: a number, a mapping, or None if the reward was posted to the endpoint.
 
     Raises:
-        AgentError: it has another shape, or contains a number that is not finite.
+        AgentContractError: it has another shape.
+        AgentError: it contains a number that is not finite.
     """
     if value is None:
         return AgentResult()
@@ -166,10 +175,10 @@ def to_result(value: Any) -> AgentResult:
     # A misspelt key would silently drop a reward.
     unknown = sorted(str(key) for key in value.keys() - {"reward", "turn_rewards", "metrics"})
     if unknown:
-        raise AgentError(f"it returned an object with the unknown key {unknown[0]!r}. {_SHAPE}")
+        raise AgentContractError(f"it returned an object with the unknown key {unknown[0]!r}. {_SHAPE}")
     reward, turns, metrics = (value.get(key) for key in ("reward", "turn_rewards", "metrics"))
     if not isinstance(turns or [], list | tuple) or not isinstance(metrics or {}, Mapping):
-        raise AgentError(f"it returned turn_rewards={turns!r:.80} and metrics={metrics!r:.80}. {_SHAPE}")
+        raise AgentContractError(f"it returned turn_rewards={turns!r:.80} and metrics={metrics!r:.80}. {_SHAPE}")
     return AgentResult(
         reward=None if reward is None else _number(reward, "the reward"),
         turn_rewards=[_number(value, f"turn_rewards[{turn}]") for turn, value in enumerate(turns or ())],
@@ -179,7 +188,8 @@ def to_result(value: Any) -> AgentResult:
 
 def _number(value: Any, what: str) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise AgentError(f"{what} that it returned is {value!r:.80}, not a finite number. {_SHAPE}")
+        kind = AgentError if isinstance(value, Real) else AgentContractError  # NaN is a fault of one run
+        raise kind(f"{what} that it returned is {value!r:.80}, not a finite number. {_SHAPE}")
     return float(value)
 
 
@@ -206,6 +216,8 @@ class FunctionAgent:
             raise ConfigError(
                 f"generator.kwargs.agent={name!r} asks for {unknown[0]!r}. An agent may name {', '.join(_ARGUMENTS)}."
             )
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self.place = name if code is None else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
         self._function = function
         self._names = list(_ARGUMENTS) if takes_any else [p.name for p in named if p.name in _ARGUMENTS]
         # Decides where the function runs; a wrapper without async is called in a thread.
@@ -217,7 +229,8 @@ class FunctionAgent:
         """Call the function and return its result.
 
         Raises:
-            AgentError: it called ``exit()`` or returned an invalid reward.
+            AgentError: it called ``exit()`` or returned a reward that is not finite.
+            AgentContractError: it returned something else than a reward.
             Exception: any exception that the function raised.
         """
         arguments = {name: getattr(task, name) for name in self._names}
@@ -251,5 +264,12 @@ async def _in_thread(function: Callable[[], Any], name: str) -> Any:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=call, name=name, daemon=True).start()
-    return await done
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    thread.start()
+    try:
+        return await done
+    except asyncio.CancelledError as error:
+        frame = sys._current_frames().get(thread.ident or 0)
+        if frame is not None:
+            error.add_note(f"The thread is here:\n{''.join(traceback.format_stack(frame))}")
+        raise

@@ -38,9 +38,9 @@ from skyrl_train.endpoint.sessions import (
     SessionStatistics,
     SessionStore,
 )
-from skyrl_train.errors import ConfigError, NoEngineError, RolloutError, SessionError, output_note
+from skyrl_train.errors import ConfigError, GeneratorOutputError, NoEngineError, RolloutError, SessionError, output_note
 from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, FunctionAgent
+from skyrl_train.generators.harness.agent import AgentContractError, AgentError, AgentResult, AgentTask, FunctionAgent
 from skyrl_train.generators.harness.process import ProcessAgent
 from skyrl_train.generators.harness.sampling import RunSampling, SessionSampling
 from skyrl_train.inference.chat.service import ChatService
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _PUBLIC_URL_TIMEOUT_S = 5.0
+_UNASKED = "; no agent has sent a request to its base_url with its api_key yet"
 
 
 class HarnessGenerator(GeneratorInterface):
@@ -111,6 +112,7 @@ class HarnessGenerator(GeneratorInterface):
         )
         service = ChatService(self._sampling, client.renderer)
         self._server = EndpointServer(create_app(service, client, self._store, server_settings))
+        self._requested = False  # an agent has sent a request
         self._base_url: str | None = None  # while the server listens
         function = self.function_agent({"agent": agent, "command": command})
         self._agent: FunctionAgent | ProcessAgent
@@ -184,7 +186,8 @@ class HarnessGenerator(GeneratorInterface):
         """Run an agent for every entry of ``input_batch``.
 
         Raises:
-            RolloutError: a run failed, gave no reward or never called the model; the other runs are cancelled.
+            RolloutError: a run failed; the other runs are cancelled.
+            GeneratorOutputError: the agent breaks its contract: it gave no reward, or no run has asked the model.
             EngineError: a run failed because of the engines.
             NoEngineError: no engine was left for a request, even if the agent handled the failed request.
         """
@@ -225,23 +228,29 @@ class HarnessGenerator(GeneratorInterface):
                     try:
                         result = await self._run_agent(task)
                     finally:
+                        self._requested |= session.requested
                         for failed_hook in await task.on_close.close():  # outside the time limit of the run
                             shown = "".join(traceback.format_exception(failed_hook, chain=False))
                             logger.warning(
                                 "The agent of sample %r: on_close failed: %s", session.id, task.redact(shown)
                             )
-                    _set_rewards(session, result)
+                    _set_rewards(session, result, requested=self._requested)
                 except AgentError as error:
                     # An engine error, not the agent, is the cause: the group is retried without blaming the agent.
                     if usage.engine_error is not None:
                         raise usage.engine_error from None
-                    failure = RolloutError(
-                        task.redact(f"The agent of sample {trajectory_id.to_string()!r} failed: {error}")
+                    sample = f"The agent of sample {trajectory_id.to_string()!r}"
+                    breaks = isinstance(error, AgentContractError)
+                    unasked = "" if self._requested or breaks else _UNASKED
+                    failure = (
+                        GeneratorOutputError(task.redact(f"{sample} ({self._agent.place}): {error}"))
+                        if breaks
+                        else RolloutError(task.redact(f"{sample} failed: {error}{unasked}"))
                     )
                     if error.output:
                         failure.add_note(output_note(trajectory_id.to_string(), error.output))
                     # Without a sampled turn there is nothing that a reward could train.
-                    if self._failure_reward is None or not session.statistics().turns:
+                    if breaks or self._failure_reward is None or not session.statistics().turns:
                         # The traceback of the cause is logged, so a cause that shows the API key is left out.
                         cause = error.__cause__
                         shown = "" if cause is None else "".join(traceback.format_exception(cause))
@@ -311,7 +320,8 @@ class HarnessGenerator(GeneratorInterface):
             raise AgentError("it cancelled itself") from error
         except Exception as error:
             if limit.expired():
-                raise AgentError(f"it took longer than generator.kwargs.timeout_s={self._timeout_s:g} s") from None
+                # The cause shows where the agent was.
+                raise AgentError(f"it took longer than generator.kwargs.timeout_s={self._timeout_s:g} s") from error
             # The last frame only: a whole traceback would hide the cause in a long log.
             frames = traceback.extract_tb(error.__traceback__)
             place = "nowhere"
@@ -344,16 +354,23 @@ def _dataclass(cls: type[T], values: Mapping[str, Any], setting: str) -> T:
     return cls(**plain)
 
 
-def _set_rewards(session: Session, result: AgentResult) -> None:
+def _set_rewards(session: Session, result: AgentResult, *, requested: bool) -> None:
     """Set the rewards that the agent returned.
 
+    Args:
+        requested: this run or an earlier one has sent a request.
+
     Raises:
-        AgentError: the session has no turns or no reward, or a reward is invalid.
+        AgentContractError: the session has no reward, or no turns and no run has sent a request.
+        AgentError: the session has no turns, or a reward is invalid.
     """
     if not session.statistics().turns:
-        raise AgentError(
+        # A run may find no reason to ask, or its prompt too long. An agent of which no run asks does not know the endpoint.
+        kind = AgentError if requested else AgentContractError
+        raise kind(
             "it never got a response from the model. It must send its requests to the base_url, with the api_key, that "
-            "it is given (a program: OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY)"
+            "it is given (a program: OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY)",
+            result.output,
         )
     try:
         for turn, reward in enumerate(result.turn_rewards):
@@ -364,9 +381,10 @@ def _set_rewards(session: Session, result: AgentResult) -> None:
         raise AgentError(f"its reward cannot be set: {error}") from error
     # Posted rewards count too; without any the run would be trained with 0 by accident.
     if not session.rewarded:
-        raise AgentError(
+        raise AgentContractError(
             f"it gave no reward: {result.remark}. Return it, print it as the last line, or post it to "
-            "/v1/sessions/{id}/reward"
+            "/v1/sessions/{id}/reward",
+            result.output,
         )
 
 

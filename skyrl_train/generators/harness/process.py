@@ -23,6 +23,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,6 +66,7 @@ class ProcessAgent:
                 "[python, agent.py]."
             )
         self._command = [str(word) for word in command]
+        self.place = " ".join(self._command)  # for messages
         self._environment = {str(name): str(value) for name, value in (environment or {}).items()}
         self._withheld = frozenset((*_WITHHELD, *withheld))
         self._secrets = frozenset(secrets)
@@ -74,7 +76,8 @@ class ProcessAgent:
         """Run the program. Cancellation ends the whole process group first.
 
         Raises:
-            AgentError: it cannot be started, exited with a non-zero status, or printed an invalid reward.
+            AgentError: it cannot be started, exited with a non-zero status, or printed a reward that is not finite.
+            AgentContractError: it printed something else than a reward.
         """
         with tempfile.TemporaryDirectory(prefix="skyrl-agent-") as folder:
             # A file, because the length of arguments and variables is limited.
@@ -101,7 +104,7 @@ class ProcessAgent:
             last = "\n".join(["", *lines]) if lines else "none"
             raise AgentError(f"{self._command[0]} {how}; its last output: {last}", output)
         try:
-            return _read_reward(out)
+            return replace(_read_reward(out), output=output)
         except AgentError as error:
             error.output = output
             raise

@@ -427,7 +427,7 @@ def load_dataset(data: DataConfig, environment: EnvironmentConfig) -> PromptData
         generated = factory.generate_prompts(data.generate, data.seed)
         if generated is None:
             raise ConfigError(
-                f"{factory.name!r} generates no prompts. Name a .jsonl or .parquet file in data.train_data."
+                f"{factory.name!r} generates no prompts. Name some: data.train_data=[prompts.jsonl], or another data set."
             )
         return PromptDataset(tuple(generated))
     maker = RecordMaker(data.prompt_key, environment.env_class)
