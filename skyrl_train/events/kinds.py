@@ -180,6 +180,7 @@ _KINDS: Sequence[EventKind] = (
         _F("generated_tokens", "int | null", "tokens", "sampled since it started"),
         _F("prefill_tokens", "int | null", "tokens", "of prompts computed since it started"),
         _F("busy_s", "float | null", "s", "time with requests, neither paused nor asleep, since it started"),
+        _F("kv_cache_usage", "float | null", "", "share of the KV cache that requests hold; null: its size varies"),
     )),
     EventKind("evaluation", "a policy version has been evaluated", (
         _F("version", "int", "version", "the policy version"),

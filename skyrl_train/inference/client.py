@@ -73,7 +73,10 @@ _KEPT_TOKENS = 64
 # Fields of an engine's event, by the attributes of its health.
 _HEALTH_FIELDS = {
     "policy_version": "version",
-    **{name: name for name in ("running", "waiting", "paused", "generated_tokens", "prefill_tokens", "busy_s")},
+    **{
+        name: name
+        for name in ("running", "waiting", "paused", "generated_tokens", "prefill_tokens", "busy_s", "kv_cache_usage")
+    },
 }
 
 

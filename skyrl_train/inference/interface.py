@@ -291,6 +291,8 @@ class EngineHealth:
         waiting: requests that wait for a place; those that arrived while it is paused count, too.
         generated_tokens: since the start, as ``prefill_tokens``.
         busy_s: seconds since the start with requests, neither paused nor asleep.
+        kv_cache_usage: share of the KV cache's blocks that requests hold, 0 to 1. None: the cache has no fixed size, or the
+            engine does not say.
     """
 
     alive: bool
@@ -301,6 +303,7 @@ class EngineHealth:
     generated_tokens: int = 0
     prefill_tokens: int = 0
     busy_s: float = 0.0
+    kv_cache_usage: float | None = None
 
 
 class InferenceEngineInterface(ABC):

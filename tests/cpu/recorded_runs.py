@@ -132,6 +132,7 @@ class RecordedRun:
             generated_tokens=step * 100,
             prefill_tokens=10,
             busy_s=end,
+            kv_cache_usage=0.25,
         )
 
     def _sample(self, group: int, sample: int) -> dict[str, Any]:

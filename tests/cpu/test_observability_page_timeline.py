@@ -281,7 +281,7 @@ def test_passes_belong_to_the_step_that_ends_next_and_fields_that_may_lack_are_n
         event("engine", 2.0, engine=0, state="dead"),
     ], tmp_path)  # fmt: skip
     assert window["spans"] == [["update_policy", 7, 0.5, 1.0], ["wait_for_weight_sync", None, 0.5, 1.0]]
-    assert window["engines"] == {0: [[2.0, "dead", None, None, None, None, None]]}
+    assert window["engines"] == {0: [[2.0, "dead", None, None, None, None, None, None]]}
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 90), st.floats(0.01, 30)), min_size=1, max_size=20))

@@ -37,6 +37,7 @@ def record_engine(run: Path, engine: int, state: str) -> None:
     seconds = itertools.count()
     events = EventLog(run / EVENTS, clock=lambda: float(next(seconds)))
     facts = {"version": 3, "running": 5, "waiting": None, "paused": False, "prefill_tokens": 0, "busy_s": 1.0}
+    facts |= {"kv_cache_usage": 0.5 if engine == 0 else None}  # the embedded engine's has no fixed size
     for generated in (0, 100):
         events.record("engine", engine=engine, state=state, generated_tokens=generated, **facts)
     events.close()
@@ -89,6 +90,7 @@ def test_the_newest_row_of_a_run_its_evaluation_and_its_engines_are_exported(tmp
         ("skyrl_train_engine_policy_version", "1", "a-1"): 3,
         ("skyrl_train_engine_running_requests", "0", "a-1"): 5,
         ("skyrl_train_engine_running_requests", "1", "a-1"): 5,
+        ("skyrl_train_engine_kv_cache_usage", "0", "a-1"): 0.5,
     }
 
 

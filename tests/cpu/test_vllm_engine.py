@@ -420,6 +420,22 @@ async def test_health_counts(vllm: Served) -> None:
     await call
 
 
+async def test_health_has_the_share_of_the_kv_cache_that_requests_hold(vllm: Served) -> None:
+    assert (await vllm.engine.health()).kv_cache_usage == 0
+    streams = [vllm.engine.stream(request([token] * 20, max_tokens=LONG)) for token in (5, 6)]
+    usage = []
+    for stream in streams:
+        await anext(stream)
+        await vllm.engine.pause(PauseMode.KEEP)
+        usage.append((await vllm.engine.health()).kv_cache_usage)
+        await vllm.engine.resume()
+    assert 0 < usage[0] < usage[1] <= 1
+    for stream in streams:
+        await stream.aclose()
+    await vllm.empty()
+    assert (await vllm.engine.health()).kv_cache_usage == 0
+
+
 async def test_unsupported_calls_are_rejected(vllm: Served) -> None:
     can = vllm.engine.capabilities
     assert (can.max_model_len, can.sleep, can.adapters) == (CONTEXT, False, False)

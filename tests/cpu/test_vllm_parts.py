@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -33,6 +34,7 @@ from skyrl_train.inference.engines.vllm.arguments import (
 from skyrl_train.inference.engines.vllm.engine import VLLMEngine
 from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightRequest, VLLMLink, token_versions
 from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, check_update
+from skyrl_train.inference.engines.vllm.worker import WorkerExtension
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.weight_sync.disk import DiskTransport
 from skyrl_train.weight_sync.process_group import GlooTransport
@@ -352,3 +354,15 @@ def test_workers_repeat_the_checksum_only_where_they_read_other_bytes(kind: str,
         for part in (engine._receiver, engine._buffer, transport):
             assert part is not None
             part.close()
+
+
+def test_the_newer_model_runner_tells_its_requests_and_their_blocks() -> None:
+    """vLLM runs it on GPUs only. This has the attributes that the worker reads."""
+    worker = WorkerExtension()
+    blocks = np.array([[3, 9, 2], [1, 9, 4]])  # of two groups of layers; 9: left behind by a request that has ended
+    worker.model_runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(num_blocks=101),
+        req_states=SimpleNamespace(req_id_to_index={"a": 0, "b": 2}),
+        block_tables=SimpleNamespace(num_blocks=SimpleNamespace(np=blocks)),
+    )
+    assert worker.skyrl_held_requests() == (2, 0.1)

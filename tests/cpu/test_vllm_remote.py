@@ -134,6 +134,13 @@ async def test_a_server_with_prompt_details_says_what_it_had_cached(fake: FakeSe
     assert (await faked.health()).prefill_tokens - before == 8 + 40
 
 
+async def test_a_server_says_which_share_of_its_kv_cache_requests_hold(
+    fake: FakeServer, faked: RemoteVLLMEngine
+) -> None:
+    fake.facts |= {"kv_cache_usage": 0.25}
+    assert (await faked.health()).kv_cache_usage == 0.25
+
+
 def an_update(version: int) -> WeightUpdate:
     return WeightUpdate(version, "shared_memory", "/nowhere", 0, ())
 

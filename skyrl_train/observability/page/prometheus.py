@@ -32,6 +32,7 @@ _ENGINE = {
     "engine_running_requests": "Requests that an engine samples",
     "engine_waiting_requests": "Requests that wait in an engine",
     "engine_tokens_per_second": "Tokens that an engine samples per second",
+    "engine_kv_cache_usage": "Share of an engine's KV cache that requests hold",
 }
 
 
@@ -115,10 +116,12 @@ def _add_run(families: _Families, runs: RunsFolder, name: str, table: MetricTabl
                 families.add(groups, _help(f"{key}/"), count, {**run, "value": str(value)})
 
     for engine, points in (store.engines() or {}).items():
-        _, state, version, running, waiting, _, speed = points[-1]
+        _, state, version, running, waiting, _, speed, kv_cache = points[-1]
         of_engine = {**run, "engine": str(engine)}
         families.add("engine_info", "1 for an engine in its state", 1, {**of_engine, "state": state})
-        for (metric, meaning), number in zip(_ENGINE.items(), (version, running, waiting, speed), strict=True):
+        for (metric, meaning), number in zip(
+            _ENGINE.items(), (version, running, waiting, speed, kv_cache), strict=True
+        ):
             if number is not None:
                 families.add(metric, meaning, number, of_engine)
 

@@ -137,6 +137,7 @@ class EventStore:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.run = folder.parent
         self._folder = folder
         self._lock = threading.Lock()
         self._index: dict[int, EventSegment] = {}  # without events: begin, clock and process of each
@@ -422,7 +423,7 @@ def group_lives(segments: Sequence[EventSegment], t0: float, t1: float) -> list[
 
 
 def _engines(events: Iterable[dict[str, Any]], t0: float, t1: float) -> dict[int, list[list[Any]]]:
-    """Return the samples of each engine: time, state, version, running, waiting, paused, tokens/s."""
+    """Return the samples of each engine: time, state, version, running, waiting, paused, tokens/s, KV share."""
     points: dict[int, list[list[Any]]] = {}
     before: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -436,7 +437,7 @@ def _engines(events: Iterable[dict[str, Any]], t0: float, t1: float) -> dict[int
             tokens = event["generated_tokens"] - previous["generated_tokens"]
             speed = tokens / passed if passed > 0 and tokens >= 0 else None  # an engine that restarted begins at 0
         facts = [event[name] for name in ("state", "version", "running", "waiting", "paused")]
-        points.setdefault(number, []).append([event["at"], *facts, speed])
+        points.setdefault(number, []).append([event["at"], *facts, speed, event.get("kv_cache_usage")])
     return {number: rows[:: -(-len(rows) // MAX_ENGINE_POINTS)] for number, rows in sorted(points.items())}
 
 

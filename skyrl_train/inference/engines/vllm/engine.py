@@ -445,7 +445,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
     async def health(self) -> EngineHealth:
         try:
             link, requests = self._alive()
-            held = await link.held_requests()
+            held, kv_cache_usage = await link.held_requests()
         except EngineError:
             return EngineHealth(alive=False, policy_version=self.policy_version)
         # A request that is not streamed brings all its tokens at its end; count those that vLLM has of it by now.
@@ -459,6 +459,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             generated_tokens=requests.generated_tokens + underway,
             prefill_tokens=link.prefill_tokens,
             busy_s=requests.busy.seconds,
+            kv_cache_usage=kv_cache_usage,
         )
 
     async def worker_pids(self) -> list[int]:

@@ -110,6 +110,7 @@ class RemoteVLLMEngine(VLLMEngineBase[ServerLink]):
             generated_tokens=requests.generated_tokens,
             prefill_tokens=link.prefill_tokens,
             busy_s=requests.busy.seconds,
+            kv_cache_usage=info.kv_cache_usage,
         )
 
     def _reject(self, update: WeightUpdate) -> str | None:

@@ -90,12 +90,13 @@ class EngineRoutes:
         # A dead engine answers no call, and without our extension its workers lack the method.
         if facts["dead"] or not facts["weight_reception"]:
             return facts
-        held = max(await engine.collective_rpc("skyrl_held_requests"))
+        held, kv_cache_usage = max(await engine.collective_rpc("skyrl_held_requests"))
         return facts | {
             "weight_version": await engine.get_weight_version(),
             "paused": bool(await engine.is_paused()),
             "unfinished": int(engine.output_processor.get_num_unfinished_requests()),
             "held": int(held),
+            "kv_cache_usage": float(kv_cache_usage),
         }
 
 

@@ -46,6 +46,7 @@ class ServerInfo:
     paused: bool = False
     unfinished: int = 0
     held: int = 0
+    kv_cache_usage: float | None = None
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> ServerInfo:

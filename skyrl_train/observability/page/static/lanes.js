@@ -1,6 +1,6 @@
 // The picture of the timeline: one canvas with the trainer, the engines, and a lane per group in which each sample is a strip whose
 // colour is the policy version that sampled it.
-import { colour, duration, number, PALETTE, plain, seconds, versionColour } from "./util.js";
+import { colour, duration, number, PALETTE, plain, seconds, versionColour, withUnit } from "./util.js";
 
 const LEFT = 78, AXIS = 20, ROW = 18, ENGINE = 26, GAP = 3, MAX_ENGINES = 8;
 const TRAINER = ["update_policy", "accumulate", "finish_update", "discard", "forward_logprobs", "reference_logprobs", "snapshot", "load", "export_hf",
@@ -480,9 +480,9 @@ export class Lanes {
   told(one) {
     if (one.span) return [`${one.span[0].replaceAll("_", " ")}, ${one.span[1] === null ? "" : `step ${one.span[1]}, `}${seconds(one.span[3] - one.span[2])}`];
     if (one.point) {
-      const [, state, version, running, waiting, paused, speed] = one.point;
+      const [, state, version, running, waiting, paused, speed, cache] = one.point;
       return [`${plain(state)}${paused ? ", paused" : ""}, version ${version ?? "unknown"}`, `${number(running)} running, ${number(waiting)} waiting`,
-        speed === null ? "" : `${number(speed)} tokens/s`];
+        [speed === null ? "" : `${number(speed)} tokens/s`, cache === null ? "" : `KV cache ${withUnit(cache, "share")}`].filter(Boolean).join(", ")];
     }
     const group = one.group;
     return [
