@@ -45,7 +45,8 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | P
     """Compose a recipe and command-line overrides.
 
     Args:
-        config_name: a recipe's name, or the path of a yaml file. ``"base"`` is the schema's defaults.
+        config_name: a recipe's name, the path of a yaml file, or the folder of a run, whose settings these are then.
+            ``"base"`` is the schema's defaults.
         overrides: ``key=value`` in hydra's grammar. Keys below ``generator.kwargs``, ``environment.kwargs`` and the like
             are free, and ``~key`` removes one that a recipe has.
         config_dir: a folder with the user's recipes. They may build on the library's
@@ -55,6 +56,9 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | P
         ConfigError: an unknown recipe or key (the message names the nearest one), a value of another type, or an override
             that cannot be read.
     """
+    settings_of_run = Path(config_name) / "config.yaml"
+    if Path(config_name).name != config_name and settings_of_run.is_file():
+        return with_overrides(from_yaml(settings_of_run.read_text(encoding="utf-8"), str(settings_of_run)), overrides)
     folder, name = _locate(config_name, config_dir)
     # A user's recipe may build on the library's, which hydra finds through its search path.
     prepared = [*_prepare(overrides), f"hydra.searchpath=['file://{RECIPES}']"]
@@ -74,7 +78,8 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | P
     # Without the schema, hydra accepts any key and any type.
     if OmegaConf.get_type(composed) is not RunConfig:
         raise ConfigError(
-            f"Recipe {config_name!r} does not build on the schema. Start it with the line `defaults: [{BASE}, _self_]`."
+            f"Recipe {config_name!r} does not build on the schema. Start it with the line `defaults: [{BASE}, _self_]`; "
+            "for the settings of a run, give its folder."
         )
     return _to_run_config(composed, where=config_name)
 
@@ -190,7 +195,9 @@ def _locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]
     if path.suffix in (".yaml", ".yml") or path.parent != Path():
         if not path.is_file():
             known = ", ".join(recipe_names())
-            raise ConfigError(f"There is no recipe file {config_name!r}. Give an existing file, or one of: {known}.")
+            raise ConfigError(
+                f"There is no recipe file {config_name!r}. Give an existing file, the folder of a run, or one of: {known}."
+            )
         return path.parent.resolve(), path.name
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"There is no recipe folder {str(config_dir)!r}.")

@@ -40,7 +40,9 @@ app = typer.Typer(
     result_callback=sys.exit,
 )
 
-Recipe = Annotated[str, typer.Argument(help="The name of a recipe, such as quickstart, or a yaml file.")]
+Recipe = Annotated[
+    str, typer.Argument(help="The name of a recipe, such as quickstart, a yaml file, or the folder of a run.")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value ...", help="Settings, in hydra's grammar.")]
 ConfigDir = Annotated[Path | None, typer.Option(help="A folder with your recipes.")]
 Strict = Annotated[

@@ -175,6 +175,18 @@ def test_an_unknown_recipe_is_named_with_the_nearest_and_the_list(recipes: Path)
     assert "There is no recipe folder" in refusal("mine", recipes=recipes / "absent")
 
 
+def test_the_folder_of_a_run_has_the_settings_of_the_run(tmp_path: Path) -> None:
+    of_run = compose("guess_number", ["trainer.max_steps=7", "trainer.run_name=mine"])
+    run = tmp_path / "guess_number-1"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(of_run))
+    assert compose(str(run)) == of_run
+    changed = compose("guess_number", ["trainer.max_steps=9", "trainer.run_name=mine"])
+    assert compose(str(run), ["trainer.max_steps=9"]) == changed
+    assert "give its folder" in refusal(str(run / "config.yaml"))
+    assert "Unknown setting trainer.steps (in the command line)" in refusal(str(run), "trainer.steps=1")
+
+
 def test_a_recipe_that_cannot_be_composed_says_why(recipes: Path) -> None:
     assert "not readable yaml" in refusal("torn", recipes=recipes)
     assert "defaults: [base, _self_]" in refusal("unbased", recipes=recipes)

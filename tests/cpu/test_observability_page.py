@@ -403,6 +403,8 @@ def test_failures_are_counted_by_their_reason(tmp_path: Path) -> None:
     answer = client.get("/api/incidents?run=run").json()["events"]
     counts = {row["kind"]: (row["count"], row["reason"], row["examples"]) for row in answer["failures"]}
     assert counts == {"retried": (7, "ValueError: no", [0, 1, 2, 3, 4]), "failed": (1, "ValueError: no", [3])}
+    command = f"skyrl-train try {tmp_path / 'run'} --prompt"
+    assert [row["again"] for row in answer["failures"]] == [f"{command} 3", f"{command} 0"]
     assert [row["text"] for row in answer["warnings"]] == [HOSTILE]
     again = EventLog(events)
     again.record("retried", group=9, attempt=1, reason="ValueError: no")

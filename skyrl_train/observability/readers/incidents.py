@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,20 @@ _SUFFIXES = (".log", ".txt", ".out", ".err")
 def incidents(store: EventStore, segments: int = MAX_SCANNED) -> dict[str, Any] | None:
     """Return failures and warnings of the newest ``segments`` of the record. None: nothing is recorded.
 
-    Those that differ only in numbers and in the prompt are counted together.
+    Those that differ only in numbers and in the prompt are counted together. A row of failures has the command that
+    generates one of their groups again, with all that happens shown.
     """
     events = store.rare(segments)
     if events is None:
         return None
     failed = (event for event in events if event["kind"] in ("failed", "retried"))
     said = (event for event in events if event["kind"] == "warning")
+    failures = _counted(failed, ("kind", "reason"), "group")
+    for row in failures:
+        row["again"] = shlex.join(["skyrl-train", "try", str(store.run), "--prompt", str(row["examples"][0])])
     return {
         "alarms": _alarms(events),
-        "failures": _counted(failed, ("kind", "reason"), "group"),
+        "failures": failures,
         "warnings": _counted(said, ("level", "source", "text")),
         "processes": [event for event in events if event["kind"] in ("process", "run", "resume", "end")][-MAX_ROWS:],
         "lost": sum(event["events"] for event in events if event["kind"] == "lost"),

@@ -203,6 +203,7 @@ def _failures(facts: RunFacts) -> Section:
             str(row["count"]),
             "failed for good" if row["kind"] == "failed" else "attempt failed",
             row["reason"][:MAX_TEXT],
+            row["again"],
         ]
         for row in found["failures"][:MAX_ROWS]
     ]
@@ -219,9 +220,11 @@ def _failures(facts: RunFacts) -> Section:
     ]
     if not failures and not warnings and not alarms:
         blocks.append(Paragraph("None."))
-    for headers, rows in (("times", "groups", "why"), failures), (("times", "level", "in the log"), warnings):
-        if rows:
-            blocks.append(TextTable(headers, rows, frozenset({0}), frozenset({2})))
+    if failures:
+        headers = ("times", "groups", "why", "one of them again")
+        blocks.append(TextTable(headers, failures, frozenset({0}), frozenset({2, 3})))
+    if warnings:
+        blocks.append(TextTable(("times", "level", "in the log"), warnings, frozenset({0}), frozenset({2})))
     if alarms:
         blocks.append(TextTable(("from step", "to step", "alarms and advice"), alarms, frozenset({0, 1})))
     if found["lost"] or found["sampled_out"]:

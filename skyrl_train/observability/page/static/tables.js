@@ -1,7 +1,7 @@
 // Evaluations, engines, alarms, and what went wrong.
 import { html, useState } from "./vendor/preact.js";
 import { Chart, zeroBased } from "./charts.js";
-import { ago, bytes, get, moment, number, PALETTE, plain, Text, useAnswer, useStored, useTheme, versionColour } from "./util.js";
+import { ago, bytes, get, moment, number, PALETTE, plain, Text, useAnswer, useStored, useTheme, versionColour, withUnit } from "./util.js";
 
 export function Evaluations({ run, ticks }) {
   useTheme();
@@ -27,16 +27,19 @@ export function Engines({ run, ticks }) {
   const engines = Object.entries(data.engines ?? {});
   if (!engines.length) return html`<div class="empty">This run has recorded no state of its engines.</div>`;
   const newest = Math.max(...engines.map(([, points]) => points.at(-1)[0]));
-  return html`<div class="scroll"><table><thead><tr><th>engine</th><th>state</th><th>version</th><th class="n">running</th><th class="n">waiting</th><th class="n">tokens/s</th><th>last sign</th></tr></thead><tbody>
-      ${engines.map(([name, points]) => { const [at, state, version, running, waiting, paused, speed] = points.at(-1); return html`<tr><td>engine ${name}</td>
+  const cached = engines.some(([, points]) => points.some((point) => point[7] !== null));
+  return html`<div class="scroll"><table><thead><tr><th>engine</th><th>state</th><th>version</th><th class="n">running</th><th class="n">waiting</th><th class="n">tokens/s</th>${cached && html`<th class="n">KV cache</th>`}<th>last sign</th></tr></thead><tbody>
+      ${engines.map(([name, points]) => { const [at, state, version, running, waiting, paused, speed, cache] = points.at(-1); return html`<tr><td>engine ${name}</td>
         <td><span class=${`state ${{ healthy: "live", dead: "failed", retired: "stopped" }[state] ?? "silent"}`}>${plain(state)}${paused ? ", paused" : ""}</span></td>
-        <td><i class="swatch" style=${{ background: versionColour(version) }}></i>${version ?? "–"}</td><td class="n">${number(running)}</td><td class="n">${number(waiting)}</td><td class="n">${number(speed)}</td><td>${ago(at)}</td></tr>`; })}
+        <td><i class="swatch" style=${{ background: versionColour(version) }}></i>${version ?? "–"}</td><td class="n">${number(running)}</td><td class="n">${number(waiting)}</td><td class="n">${number(speed)}</td>${cached && html`<td class="n">${withUnit(cache, "share")}</td>`}<td>${ago(at)}</td></tr>`; })}
     </tbody></table></div>
     <p class="note">Below: the newest part of the record. The timeline has the versions over time.</p>
     <div class="grid small">${engines.slice(0, 32).map(([name, points]) => { const x = points.map((point) => point[0] - newest); const of = (index) => points.map((point) => point[index]); return html`<div class="card" key=${name}><h2>Engine ${name}<span class="unit">requests</span><span class="now">${number(points.at(-1)[3])}</span></h2>
       <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "running", values: of(3), stroke: PALETTE[0] }, { label: "waiting", values: of(4), stroke: PALETTE[1] }, ]} /></div>
       <div class="card" key=${`${name} speed`}><h2>Engine ${name}<span class="unit">tokens/s</span><span class="now">${number(points.at(-1)[6])}</span></h2>
-      <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "sampled", values: of(6), stroke: PALETTE[2] }]} /></div>`; })}</div>`;
+      <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "sampled", values: of(6), stroke: PALETTE[2] }]} /></div>
+      ${cached && html`<div class="card" key=${`${name} cache`}><h2>Engine ${name}<span class="unit">KV cache in use</span><span class="now">${withUnit(points.at(-1)[7], "share")}</span></h2>
+      <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "in use", values: of(7), stroke: PALETTE[3] }]} /></div>`}`; })}</div>`;
 }
 
 // Does it learn, what bounds its speed, what failed. It is computed again at each percent of a run and when its state changes.
@@ -73,9 +76,9 @@ export function Failures({ run, ticks }) {
       ${events.alarms.map((row) => html`<tr><td><span class=${row.level === "alarm" ? "state failed" : ""}>${plain(row.id)}</span></td><td class="n">${row.step}</td><td class="n">${row.ended ?? ""}</td>
         <td class="wrap"><${Text}>${row.finding}<//></td><td class="wrap"><${Text}>${row.action}<//></td><td class="when">${moment(row.at)}</td></tr>`)}</tbody></table></div>`}
     <h3>Failed groups and attempts</h3>
-    ${events.failures.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th class="n">times</th><th>what</th><th>why</th><th>groups, for example</th><th>first</th><th>last</th></tr></thead><tbody>
+    ${events.failures.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th class="n">times</th><th>what</th><th>why</th><th>groups, for example</th><th>the first of them again</th><th>first</th><th>last</th></tr></thead><tbody>
       ${events.failures.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.kind === "failed" ? html`<span class="state failed">failed for good</span>` : "failed attempt"}</td><td class="wrap mono"><${Text}>${row.reason}<//></td>
-        <td>${row.examples.join(", ")}</td><td class="when">${moment(row.first)}</td><td>${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
+        <td>${row.examples.join(", ")}</td><td class="wrap mono"><${Text}>${row.again}<//></td><td class="when">${moment(row.first)}</td><td>${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
     <h3>Warnings</h3>
     ${events.warnings.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th class="n">times</th><th>level</th><th>text</th><th>from</th><th>last</th></tr></thead><tbody>
       ${events.warnings.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.level}</td><td class="wrap mono"><${Text}>${row.text}<//></td><td class="mono">${plain(row.source)}</td><td>${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
