@@ -526,10 +526,11 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
                 # Waiting for an engine can take long, so the gate is checked once more below.
                 slot = await self._pool.acquire(request.session_id)
                 try:
-                    # Seconds, once per engine, in which the gate may close.
-                    ready = segment.sampling_params.structured is None or await self._pool.run(
-                        slot, self._pool.engines[slot.engine].load_grammars()
-                    )
+                    grammars = segment.sampling_params.structured is not None
+                    ready = True
+                    if grammars or request.params.stop:  # seconds, once per engine, in which the gate may close
+                        loading = self._pool.engines[slot.engine].load_tokenizer(grammars)
+                        ready = await self._pool.run(slot, loading)
                     if ready and self.gate.is_open:
                         trace.begin(slot.engine)
                         stayed = await self._pool.run(

@@ -399,11 +399,14 @@ class InferenceEngineInterface(ABC):
         """
         raise EngineError(f"{type(self).__name__} cannot read its weights back.")
 
-    async def load_grammars(self) -> None:
-        """Load what requests with a grammar need, while the engine serves; a no-op where that is always loaded.
+    async def load_tokenizer(self, grammars: bool) -> None:
+        """Load what requests with stop strings need, while the engine serves; a no-op where that is always loaded.
+
+        Args:
+            grammars: and what requests with a grammar need.
 
         Raises:
-            GrammarError: it cannot be loaded.
+            GrammarError: what grammars need cannot be loaded.
         """
         return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import re
 import threading
@@ -18,11 +19,12 @@ from embedded_models import TOLERANCE
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import GrammarError
 from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.continuation import Continuation
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded import core as engine_core
 from skyrl_train.inference.engines.embedded.core import EmbeddedEngineCore
 from skyrl_train.inference.grammar import Grammars
-from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, StructuredOutput
+from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, StructuredOutput, TokenChunk
 from skyrl_train.inference.requests import Generation, GenerationRequest
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
@@ -102,6 +104,36 @@ async def test_any_schedule_of_updates_gives_the_uninterrupted_response(
     assert got.token_ids == expected.token_ids
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=TOLERANCE)
     assert got.versions == sorted(got.versions) and got.versions[-1] > got.versions[0]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_a_response_with_stop_strings_comes_in_large_pieces_and_ends_in_the_engine(
+    world: World, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=120, temperature=1.0, seed=6, ignore_eos=True)
+    plain = await world.client.complete(GenerationRequest([3, 4, 5], params))
+    text = plain.text
+    place = next(n for n in range(40, len(text) - 1) if text.find(text[n : n + 2]) == n)
+    pieces, add = list[int](), Continuation.add
+
+    def counted(response: Continuation, chunk: TokenChunk, segment: int) -> None:
+        pieces.append(len(chunk.token_ids))
+        add(response, chunk, segment)
+
+    monkeypatch.setattr(Continuation, "add", counted)
+    if interrupted:
+        world.freeze_after(20, monkeypatch)
+    request = GenerationRequest([3, 4, 5], dataclasses.replace(params, stop=(text[place : place + 2],)))
+    call = asyncio.create_task(world.client.complete(request))
+    if interrupted:
+        while sum([(await engine.health()).paused for engine in world.engines]) == 0:
+            pass  # each look is a round trip
+        await world.publish(PauseMode.ABORT)
+    got = await call
+    assert (got.text, got.stop_string, got.segments) == (text[:place], text[place : place + 2], 1 + interrupted)
+    assert got.token_ids == plain.token_ids[: len(got.token_ids)]
+    assert sum(pieces) == len(got.token_ids), "the engine sampled nothing behind it"
+    assert len(pieces) <= 2 + interrupted
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import logging
+import random
 import weakref
 
 import numpy as np
@@ -28,18 +29,21 @@ from embedded_models import (
 )
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from skyrl_train.errors import RequestError
+from skyrl_train.errors import ModelError, RequestError
 from skyrl_train.inference.continuation import Continuation
 from skyrl_train.inference.engines.embedded import core as core_module
 from skyrl_train.inference.engines.embedded.cache import SlotCache
 from skyrl_train.inference.engines.embedded.runner import CachedRunner, RecomputeRunner, make_runner
 from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, StopReason, TokenChunk
+from skyrl_train.inference.response_text import ResponseText
+from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.runtime.seeds import derive_seed, segment_seed
 from skyrl_train.types import PauseMode
 
 few_examples = settings(max_examples=10, suppress_health_check=list(HealthCheck))
+ALPHABET = "abcdefghijklmnopqrst"  # the texts of the model's tokens, behind three special ones
 PROMPT = st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=14)
 # (steps before the request joins, prompt, tokens it may have, temperature, seed)
 COMPANY = st.lists(
@@ -246,6 +250,42 @@ def test_a_response_ends_with_eos_or_a_stop_token_which_is_part_of_it() -> None:
     by_eos = Driver(tiny_model(), eos_ids=(stop,))
     assert by_eos.generate([3, 5], max_tokens=40, seed=3, ignore_eos=False).tokens == tokens[:end]
     assert by_eos.generate([3, 5], max_tokens=40, seed=3).tokens == tokens
+
+
+@pytest.mark.parametrize("streamed", [0, 5])
+def test_stop_strings_end_requests_at_their_token_whatever_happens_to_their_neighbours(streamed: int) -> None:
+    tokenizer = character_tokenizer(ALPHABET)
+    model, chance = tiny_model(), random.Random(0)
+    driver, expected = Driver(model, tokenizer=lambda: tokenizer), {}
+    for seed in range(24):  # more than there are slots, so that rows move
+        prompt, least = [3 + seed % 7, 5], chance.choice([0, 0, 12])
+        params = {"max_tokens": 30, "min_tokens": least, "seed": seed}
+        plain = Driver(model).generate(prompt, **params).tokens
+        stop = tuple(chance.choices(["".join(chance.choices(ALPHABET, k=2)), chance.choice(ALPHABET)], k=2))
+        text = ResponseText(tokenizer, stop)
+        ends = (count for count, token in enumerate(plain, 1) if text.feed(token, may_stop=count > least))
+        end = next(ends, None)
+        request_id = driver.add(prompt, streamed, stop=stop, **params)
+        expected[request_id] = (plain[:end], "length" if end is None else "abort")
+    assert len({reason for _, reason in expected.values()}) == 2
+    while driver.core.runnable:
+        driver.step(3)
+        driver.pause(chance.choice([PauseMode.KEEP, PauseMode.RECOMPUTE]))
+        driver.core.resume()
+    found = {request_id: (response.tokens, response.stop_reason) for request_id, response in driver.responses.items()}
+    assert found == expected
+
+
+def test_an_engine_without_a_tokenizer_samples_on_behind_stop_strings(caplog: pytest.LogCaptureFixture) -> None:
+    def missing() -> PreTrainedTokenizerBase:
+        raise ModelError("no tokenizer here")
+
+    for tokenizer in (None, missing):
+        driver = Driver(tiny_model(), tokenizer=tokenizer)
+        driver.core.load_tokenizer(grammars=False)
+        response = driver.generate([3, 5], max_tokens=20, stop=tuple(ALPHABET))
+        assert (len(response.tokens), response.stop_reason) == (20, "length")
+    assert "samples on behind stop strings" in caplog.text and "no tokenizer here" in caplog.text
 
 
 def test_min_tokens_takes_the_stop_tokens_out_of_the_distribution_until_it_is_reached() -> None:

@@ -245,7 +245,7 @@ async def test_it_answers_as_the_engine_itself_does(
     await direct.start()
     for each in (engine, direct):
         await publish(each, folder, transport, 0)
-        await each.load_grammars()
+        await each.load_tokenizer(True)
     digits = request(max_tokens=9, seed=4, structured=StructuredOutput("regex", "[1-3]{4}7?"))
     for asked in (request([3], [4, 5], max_tokens=9, seed=4), request(max_tokens=5, temperature=0.0), digits):
         assert await engine.generate(asked) == await direct.generate(asked)

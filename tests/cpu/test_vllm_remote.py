@@ -23,6 +23,7 @@ from vllm_servers import KEY, FakeServer, VLLMServer, event, free_port, get, say
 
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, GrammarError, RequestError
+from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
 from skyrl_train.inference.engines.vllm.remote import RemoteVLLMEngine
 from skyrl_train.inference.engines.vllm.remote_link import RemoteRequest
@@ -35,8 +36,14 @@ from skyrl_train.inference.engines.vllm.requests import (
     read_grammar_spec,
     token_versions,
 )
-from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StructuredOutput, TokenChunk
-from skyrl_train.models.folder import load_model
+from skyrl_train.inference.interface import (
+    InferenceEngineInput,
+    InferenceEngineOutput,
+    SamplingParams,
+    StructuredOutput,
+    TokenChunk,
+)
+from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.disk import DiskTransport
@@ -197,6 +204,19 @@ def test_a_request_brings_the_tokens_that_its_grammar_has_seen() -> None:
         assert read_grammar_spec(other) is None
     begun = EngineRequest([3], dataclasses.replace(params, structured=StructuredOutput("json_object")), stream=False)
     assert (read_grammar_spec(grammar_spec(begun) or "") or {})["token_ids"] == []
+
+
+async def test_only_a_server_that_makes_text_is_asked_to_find_stop_strings(fake: FakeServer) -> None:
+    for there in (True, False):
+        fake.facts["stop_strings"] = there
+        engine = RemoteVLLMEngine(fake.url)
+        await engine.start()
+        assert engine.capabilities.stop_strings is there
+        await engine.teardown()
+    for stop in ((), ("x",)):
+        asked = EngineRequest([3], SamplingParams(stop=stop), stream=False)
+        sent = request_body("r", asked, "s")["sampling_params"]
+        assert (sent["stop"], sent["detokenize"]) == (list(stop), bool(stop))
 
 
 async def test_a_plain_vllm_server_and_a_wrong_key_are_told_apart(fake: FakeServer) -> None:
@@ -719,6 +739,33 @@ async def test_weights_travel_through_a_folder_where_memory_is_not_shared(
     on_disk.close()
     assert not await asyncio.to_thread(os.listdir, tmp_path)
     await sync_weights(engine, weights(folder), transport, 22)
+
+
+@on_the_modules_loop
+async def test_a_stop_string_ends_the_response_in_the_server_and_its_answer_comes_as_a_whole(
+    engine: RemoteVLLMEngine, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.capabilities.stop_strings
+    tokenizer, answers, generate = load_tokenizer(folder), list[InferenceEngineOutput](), engine.generate
+
+    async def noted(engine_input: InferenceEngineInput) -> InferenceEngineOutput:
+        answers.append(await generate(engine_input))
+        return answers[-1]
+
+    monkeypatch.setattr(engine, "generate", noted)
+    client = InferenceEngineClient([engine], tokenizer, folder)
+    params = {"max_tokens": 200, "temperature": 1.0, "seed": 4}
+    (plain,) = (await client.generate(request(**params)))["response_ids"]
+    ends = [tokenizer.decode(plain[: length + 1], skip_special_tokens=True) for length in range(len(plain))]
+    # Two characters that occur late and nowhere before.
+    length = next(
+        n for n in range(50, 199) if len(ends[n]) > len(ends[n - 1]) and ends[n].find(ends[n][-2:]) == len(ends[n]) - 2
+    )
+    output = await client.generate(request(**params, stop=[ends[length][-2:]]))
+    assert output["response_ids"] == [plain[: length + 1]] and output["stop_reasons"] == ["stop"]
+    assert output["responses"] == [ends[length][:-2]]
+    # The server has ended it. The client, which looks for the string as well, would continue if it had found none.
+    assert answers[-1]["stop_reasons"] == ["abort"] and answers[-1]["response_ids"] == output["response_ids"]
 
 
 @on_the_modules_loop

@@ -21,7 +21,7 @@ class HostedEngine(InferenceEngineInterface):
     def __init__(self, name: str) -> None:
         self._name = name
         self._connection: WorkerConnection | None = None
-        self._grammars_of: WorkerConnection | None = None  # to the hosted object that has loaded them
+        self._loaded: tuple[WorkerConnection, bool] | None = None  # who has a tokenizer, and whether also for grammars
         self._version = -1
 
     @property
@@ -43,11 +43,11 @@ class HostedEngine(InferenceEngineInterface):
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self.connection.call("wake_up", tags)
 
-    async def load_grammars(self) -> None:
+    async def load_tokenizer(self, grammars: bool) -> None:
         connection = self.connection
-        if self._grammars_of is not connection:
-            await connection.call("load_grammars")
-            self._grammars_of = connection
+        if self._loaded not in ((connection, True), (connection, grammars)):
+            await connection.call("load_tokenizer", grammars)
+            self._loaded = connection, grammars
 
     async def receive_weights(self, update: WeightUpdate) -> None:
         await self.connection.call("receive_weights", update)

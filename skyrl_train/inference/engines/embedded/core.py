@@ -12,6 +12,7 @@ model computes the logits that they are for.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ from skyrl_train.inference.engines.embedded.sampling import sample
 from skyrl_train.inference.engines.embedded.slots import Sequence, SlotTable
 from skyrl_train.inference.grammar import Grammars, advance
 from skyrl_train.inference.interface import SamplingParams, StopReason
+from skyrl_train.inference.response_text import ResponseText
 from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.models.folder import DTYPES, build_empty, load_config, load_model, load_tokenizer
 from skyrl_train.models.lora import adapter_of, add_adapter, policy_weights
@@ -41,6 +43,8 @@ from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.staging import tensor_view
 from skyrl_train.weight_sync.update import WeightUpdate
 from skyrl_train.workers.messages import Failure, Item, Message, Result
+
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 4096  # limit of one prefill, padding included, so that many prompts do not stall the running requests
 NOT_A_NUMBER = "The model's logits are not numbers; the policy has diverged. Lower the learning rate or clip gradients."
@@ -56,7 +60,8 @@ class EmbeddedEngineCore:
     """Continuous batching over one model. A token in ``eos_ids`` ends a response, unless its request ignores them.
 
     Args:
-        tokenizer: returns the model's tokenizer, which only grammars need; None: requests with a grammar are rejected.
+        tokenizer: returns the model's tokenizer, which only stop strings and grammars need; None: requests with a grammar are
+            rejected, and others do not end at stop strings.
 
     Attributes:
         policy_version: the version loaded last; -1 before the first load, when requests are rejected.
@@ -163,13 +168,31 @@ class EmbeddedEngineCore:
                 # An id that the model does not have cannot be sampled, nor banned.
                 stop_ids=tuple(dict.fromkeys(i for i in stop_ids if 0 <= i < self._vocab_size)),
                 matcher=matcher,
+                text=ResponseText(self.tokenizer, params.stop) if params.stop and self.tokenizer is not None else None,
                 stream_every=stream_every,
             )
         )
 
+    def load_tokenizer(self, grammars: bool) -> None:
+        """Load what stop strings, or also ``grammars``, need; also in a thread beside the other methods.
+
+        Raises:
+            GrammarError: the engine has no tokenizer for grammars.
+        """
+        _ = self.grammars if grammars else self.tokenizer
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer of the model's folder; None: there is none, so that the engine samples on behind stop strings."""
+        try:
+            return None if self._tokenizer is None else self._tokenizer()
+        except ModelError as error:
+            logger.warning("The engine samples on behind stop strings, which only the client then finds: %s", error)
+            return None
+
     @cached_property
     def grammars(self) -> Grammars:
-        """The grammars of the model. The first access loads the tokenizer, also in a thread beside the other methods.
+        """The grammars of the model. The first access loads what they need.
 
         Raises:
             GrammarError: the engine has no tokenizer.
@@ -177,7 +200,7 @@ class EmbeddedEngineCore:
         if self._tokenizer is None:
             raise GrammarError("The engine has no tokenizer, without which it cannot follow a grammar.")
         try:
-            return Grammars(self._tokenizer(), self.model.config)
+            return Grammars(self.tokenizer or self._tokenizer(), self.model.config)
         except ModelError as error:
             raise GrammarError(f"The engine cannot follow a grammar: {error}") from error
 
@@ -355,7 +378,10 @@ class EmbeddedEngineCore:
 
         stopped = (slots.stop_ids[rows] == tokens[:, None]).any(-1)
         broken = np.isnan(logprobs)
-        ended = stopped | broken | (slots.lengths[rows] >= slots.limits[rows])
+        at_string = np.zeros(len(tokens), np.bool_)
+        for row in slots.has_text[rows].nonzero()[0]:
+            at_string[row] = slots.reaches_stop_string(rows.start + int(row))
+        ended = stopped | broken | at_string | (slots.lengths[rows] >= slots.limits[rows])
         guided = slots.matchers(rows)
         # Without a mask, this token does not count.
         failed = {row: matcher.error for row, matcher in guided if matcher.error is not None}
@@ -376,8 +402,9 @@ class EmbeddedEngineCore:
             elif int(row) in failed:
                 answers.append(Failure.of(sequence.request_id, failed[int(row)]))
             else:
-                reason = StopReason.STOP if stopped[row] else StopReason.LENGTH
-                answers.append(Result(sequence.request_id, sequence.rest(reason)))
+                # The client matches stop strings by itself, also across segments, and continues where it finds none.
+                early = StopReason.ABORT if at_string[row] else StopReason.LENGTH
+                answers.append(Result(sequence.request_id, sequence.rest(StopReason.STOP if stopped[row] else early)))
 
     def _leave(self, slot: int, clear: bool = False) -> Sequence:
         """Free a slot and move the last one into its place; ``clear`` zeroes a cache that holds NaN."""

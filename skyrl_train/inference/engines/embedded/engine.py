@@ -127,6 +127,7 @@ class EmbeddedEngine(HostedEngine):
             logit_adjustment=True,
             count_continuation=True,
             chunked_streaming=True,
+            stop_strings=True,
             machine=machine(),
         )
 

@@ -6,7 +6,7 @@ unblocked by    the channel
 produces        a batch of answers to the calls, before the step that they let begin, and one for the step
 
 Weights are received in a thread beside it, one update at a time: sampling waits for the load only. Another thread loads the
-tokenizer for grammars.
+tokenizer for stop strings and grammars.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from skyrl_train.workers.messages import Call, Cancel, Failure, LastWords, Messa
 
 logger = logging.getLogger(__name__)
 
-_BESIDE = ("receive_weights", "load_grammars")  # methods that each run in their own thread
+_BESIDE = ("receive_weights", "load_tokenizer")  # methods that each run in their own thread
 
 
 def serve(channel: Channel) -> None:
@@ -169,8 +169,8 @@ class EngineService:
                     answers = core.abort()
                 case "receive_weights":
                     core.receive(*message.arguments)
-                case "load_grammars":
-                    _ = core.grammars
+                case "load_tokenizer":
+                    core.load_tokenizer(*message.arguments)
                 case "load_weights":
                     core.load(*message.arguments)
                     value = core.policy_version

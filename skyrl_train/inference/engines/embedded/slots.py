@@ -12,6 +12,7 @@ import numpy as np
 from skyrl_train.inference.engines.embedded.sampling import SEED_MASK, AdjustedRow, SamplingRows, uniforms
 from skyrl_train.inference.grammar import GrammarMatcher
 from skyrl_train.inference.interface import SamplingParams, StopReason, TokenChunk, TopLogprobs
+from skyrl_train.inference.response_text import ResponseText
 
 NO_TOKEN = -1
 
@@ -26,6 +27,7 @@ class Sequence:
     seed: int
     stop_ids: tuple[int, ...]
     matcher: GrammarMatcher | None = None  # after all tokens sampled so far
+    text: ResponseText | None = None  # of all tokens sampled so far, where there are stop strings
     stream_every: int = 0  # tokens per streamed chunk; 0: everything at the end
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -72,6 +74,7 @@ class SlotTable:
         self.min_p = np.zeros(num_slots, np.float32)
         self.guided = np.zeros(num_slots, np.bool_)  # has a grammar
         self.adjusted = np.zeros(num_slots, np.bool_)  # has penalties or biases
+        self.has_text = np.zeros(num_slots, np.bool_)  # has stop strings
         self.stop_ids = np.full((num_slots, 1), NO_TOKEN, np.int64)
 
     def place(self, sequence: Sequence) -> int:
@@ -92,6 +95,7 @@ class SlotTable:
         self.top_p[slot], self.min_p[slot] = params.top_p, params.min_p
         self.guided[slot] = sequence.matcher is not None
         self.adjusted[slot] = params.adjustment is not None
+        self.has_text[slot] = sequence.text is not None
         # The array is as wide as the longest list so far; NO_TOKEN fills the rest and equals no sampled token.
         missing = len(sequence.stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
@@ -136,6 +140,7 @@ class SlotTable:
                 self.min_p,
                 self.guided,
                 self.adjusted,
+                self.has_text,
                 self.stop_ids,
             ):
                 per_slot[slot] = per_slot[last]
@@ -189,6 +194,12 @@ class SlotTable:
         self.logprobs[index, at] = logprobs
         self.versions[index, at] = version
         self.lengths[rows] += 1
+
+    def reaches_stop_string(self, slot: int) -> bool:
+        """Return whether the last token of a slot with stop strings completes one. Call it once for each token."""
+        text, length = self.sequences[slot].text, self.lengths[slot]
+        assert text is not None, "the slot has stop strings"
+        return text.feed(int(self.tokens[slot, length - 1]), may_stop=bool(length > self.min_lengths[slot]))
 
     def take_chunk(self, slot: int) -> TokenChunk:
         """Return the tokens that have not been sent, and count them as sent."""

@@ -67,7 +67,8 @@ class EngineRoutes:
 
     async def _engine(self, state: Any) -> dict[str, Any]:
         engine, config = state.engine_client, state.vllm_config
-        grammars = not config.model_config.skip_tokenizer_init and config.scheduler_config.scheduler_cls == SCHEDULER
+        has_tokenizer = not config.model_config.skip_tokenizer_init
+        grammars = has_tokenizer and config.scheduler_config.scheduler_cls == SCHEDULER
         facts = {
             "instance": self._instance,
             "machine": machine(),
@@ -80,6 +81,7 @@ class EngineRoutes:
             "priorities": config.scheduler_config.policy == "priority",
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "structured_output": grammars,
+            "stop_strings": has_tokenizer and not getattr(state.args, "tokens_only", False),
             "end_token_ids": end_token_ids(engine.get_tokenizer(), config.model_config.hf_config) if grammars else [],
             "token_endpoint": bool(getattr(state.args, "enable_scale_out", False)),
             "speculative_decoding": config.speculative_config is not None,

@@ -40,6 +40,7 @@ class ServerInfo:
     server_processes: int
     weight_reception: bool
     speculative_decoding: bool = False
+    stop_strings: bool = False
     end_token_ids: Sequence[int] = ()
     data_parallel_size: int = 1
     weight_version: str = ""
@@ -91,6 +92,7 @@ class ServerInfo:
             min_p=not self.speculative_decoding,
             logit_bias=not self.speculative_decoding,
             priorities=self.priorities,
+            stop_strings=self.stop_strings,
         )
 
 
@@ -123,7 +125,8 @@ def request_body(request_id: str, request: EngineRequest, salt: str) -> dict[str
             "ignore_eos": params.ignore_eos,
             # The server sends this many entries, of which the sampled token is one.
             "logprobs": params.top_logprobs + 1 if params.top_logprobs else 0,
-            "detokenize": False,
+            "stop": list(params.stop),
+            "detokenize": bool(params.stop),
             **adjustment_fields(params.adjustment),
             "structured_outputs": None if grammar is None else {"json": grammar},
         },
@@ -175,11 +178,15 @@ def parse_part(answer: Mapping[str, Any], num_top: int) -> ResponsePart:
         # The sampled token stands first, and again in its rank if it is one of the most likely.
         found = [{other["token_id"]: other["logprob"] for other in entry["top_logprobs"]} for entry in content]
         top = [sorted(others.items(), key=lambda other: -other[1])[:num_top] for others in found]
+    stop_reason = None if reason is None else STOP_REASONS[reason]
+    if isinstance(choice.get("stop_reason"), str):
+        # The client matches stop strings by itself, also across segments. Where vLLM's text differs, the response continues.
+        stop_reason = StopReason.ABORT
     return ResponsePart(
         token_ids,
         logprobs,
         top,
-        None if reason is None else STOP_REASONS[reason],
+        stop_reason,
         None if spans is None else [(parse_version(span["version"]), span["start"]) for span in spans],
         details.get("cached_tokens") or 0,
     )
