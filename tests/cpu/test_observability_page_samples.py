@@ -43,7 +43,7 @@ def test_a_whole_sequence_has_everything(run: Path) -> None:
     table = pyarrow.parquet.read_table(recorded_files(run)["train", 3])
     found = whole_sequence(run, "train", 3, 5)
     assert found is not None
-    assert found == {name: value for name, value in table.slice(5, 1).to_pylist()[0].items() if name != "time"}
+    assert found == table.slice(5, 1).to_pylist()[0]
     assert whole_sequence(run, "train", 3, 8) is None
     assert whole_sequence(run, "train", 99, 0) is None
 
@@ -108,7 +108,8 @@ def test_samples_over_http(tmp_path: Path) -> None:
     (tmp_path / "old" / METRICS).touch()
     client = TestClient(create_page(tmp_path), base_url="http://localhost")
     assert client.get("/api/samples?run=run").json()["step"] == 2
-    assert client.get("/api/sample?run=run&phase=train&step=1&row=0").json()["group_index"] == 0
+    sample = client.get("/api/sample?run=run&phase=train&step=1&row=0").json()
+    assert sample["group_index"] == 0 and "request" in {turn["kind"] for turn in sample["turns"]}
     assert client.get("/api/sample?run=run&phase=../../&step=1&row=0").json() is None
     assert len(client.get("/api/prompt?run=run&uid=u0").json()) == len(prompt_rows(run, "u0")) > 0
     assert client.get("/api/samples?run=old").json()["steps"] == []

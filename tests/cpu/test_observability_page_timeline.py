@@ -338,3 +338,37 @@ def test_the_timeline_around_a_step(tmp_path: Path) -> None:
     (tmp_path / "run" / EVENTS).rename(tmp_path / "run" / "gone")
     client = TestClient(create_page(tmp_path), base_url="http://localhost")
     assert client.get("/api/timeline", params={"run": "run"}).json() is None
+
+
+def test_the_turns_of_a_sample_are_those_of_its_successful_attempt_and_of_its_own_process(tmp_path: Path) -> None:
+    def called(at: float, sample: int = 0) -> dict[str, Any]:
+        fields = {"session": "", "group": 7, "sample": sample, "name": "game", "call": "step", "ok": True}
+        return event("environment", at, t0=at - 0.5, t1=at, **fields)
+
+    def finished(at: float) -> dict[str, Any]:
+        return event("finished", at, group=7, uid="u", attempt=1, oldest=0, newest=0, tokens=1)
+
+    process = {"host": "", "pid": 1, "version": "", "python": "", "config": "", "git": None, "command": []}
+    begun = event("process", 0.0, **process)
+    first = [begun, called(2.0), finished(3.0)]  # its process was killed before the group was trained
+    second = [
+        [begun, event("retried", 12.0, group=7, attempt=1, reason="no"), request(14.0, 7, [[0, 5, 13.0, 14.0, 0]])],
+        [called(15.0), called(15.0, sample=1), request(15.5, 71, [[0, 5, 15.0, 15.5, 0]])],
+        [request(17.0, 7, [[0, 3, 15.0, 16.0, 0], [1, 2, 16.5, 17.0, 0]]), finished(18.0)],
+    ]
+    second[0].insert(1, called(11.5))  # of the attempt that failed
+    later = [event("process", 30.0, **process), called(31.0), finished(32.0)]  # a resume, from an earlier checkpoint
+    (tmp_path / EVENTS).mkdir()
+    for number, events in enumerate([first, *second, later], 1):
+        lines = b"".join(orjson.dumps(one) + b"\n" for one in events)
+        (tmp_path / EVENTS / f"{number:06}.jsonl").write_bytes(lines)
+    store = EventStore(tmp_path / EVENTS)
+    turns = store.turns(7, 0, took_s=5.0, before=20.0)
+    assert [(turn["kind"], turn["begin"], turn["took_s"]) for turn in turns] == [
+        ("request", 13.0, 1.0),
+        ("environment", 14.5, 0.5),
+        ("request", 15.0, 2.0),
+    ]
+    assert turns[2]["tokens"] == [[0, 3], [1, 2]] and turns[2]["seams"] == ["update"]
+    assert [turn["begin"] for turn in store.turns(7, 0, took_s=2.0, before=40.0)] == [30.5]
+    assert store.turns(7, 0, took_s=1.0, before=1.0) == [] == store.turns(8, 0, took_s=1.0, before=40.0)

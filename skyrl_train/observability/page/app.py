@@ -183,9 +183,14 @@ class _Page:
         return step_rows(self._sampled(query), query.get("phase", "train"), _number(query, "step"))
 
     def sample(self, query: QueryParams) -> Any:
-        return whole_sequence(
+        found = whole_sequence(
             self._sampled(query), _text(query, "phase"), _number(query, "step"), _number(query, "row")
         )
+        if found is None or found["phase"] != "train" or not (found["time"] and found["generation_s"]):
+            return found
+        store = self._store(_text(query, "run"))
+        took_s, time = found["generation_s"], found["time"]
+        return {**found, "turns": store.turns(found["group_index"], found["sample"], took_s, time)}
 
     def prompt(self, query: QueryParams) -> Any:
         return prompt_rows(self._sampled(query), _text(query, "uid"))

@@ -61,7 +61,7 @@ def prompt_rows(run: Path, uid: str) -> list[dict[str, Any]]:
 def whole_sequence(run: Path, phase: str, step: int, row: int) -> dict[str, Any] | None:
     """Return all of row number ``row`` of a file: its texts, and per token its id, text and numbers. None: there is none."""
     path = recorded_files(run).get((phase, step))
-    table = None if path is None else _table(path, [field for field in schema().names if field != "time"])
+    table = None if path is None else _table(path, schema().names)
     if table is None or not row < table.num_rows:
         return None
     (found,) = table.slice(row, 1).to_pylist()

@@ -212,6 +212,50 @@ class EventStore:
             found = [event for segment in asked for events in segment.events.values() for event in events]
         return sorted(found, key=lambda event: (event["process"], event["at"])) if paths else None
 
+    def turns(self, group: int, sample: int, took_s: float, before: float) -> list[dict[str, Any]]:
+        """Return the requests, calls of environments and tools of a sample in their order; none if they are not recorded.
+
+        Args:
+            took_s: duration of the group's successful attempt; earlier attempts are left out.
+            before: a Unix time after the end of the attempt. A resumed run may have generated the group again later.
+        """
+        pattern = re.compile(rb'"kind":"(finished|retried|request|environment|tool)".*"group":%d[,}]' % group)
+        found: dict[str, list[dict[str, Any]]] = {}
+        begin, process = math.inf, -1
+        with self._lock:
+            paths = self._indexed()
+            for number in reversed([number for number in paths if self._index[number].begins <= before][-MAX_EARLIER:]):
+                known = self._index[number]
+                segment = EventSegment(known.process, known.offset, known.begins)
+                segment.parse(_lines_with(pattern, segment_content(paths[number])))
+                ends = [event for event in segment.events.get("finished", ()) if event["at"] <= before]
+                if process < 0 and ends:
+                    begin, process = ends[-1]["at"] - took_s - 1.0, known.process  # a second more than it took
+                if known.process == process:
+                    for kind, events in segment.events.items():
+                        found[kind] = [event for event in events if event["at"] <= before] + found.get(kind, [])
+                if known.begins < begin < math.inf:
+                    break
+        failed_at = max((event["at"] for event in found.get("retried", ())), default=-math.inf)
+        turns: list[dict[str, Any]] = []
+        for kind in ("request", "environment", "tool"):
+            t0, t1 = ("t_submit", "t_end") if kind == "request" else ("t0", "t1")
+            for event in found.get(kind, ()):
+                if event["sample"] != sample or event["at"] <= failed_at:
+                    continue
+                turn = {"kind": kind, "begin": event[t0], "took_s": event[t1] - event[t0]}
+                match kind:
+                    case "request":
+                        turn |= {name: event[name] for name in ("prompt_tokens", "stop", "seams")}
+                        turn["first_s"] = None if event["t_first"] is None else event["t_first"] - event[t0]
+                        turn["tokens"] = [part[:2] for part in event["segments"]]  # of each version
+                    case "environment":
+                        turn |= {name: event[name] for name in ("call", "ok")}
+                    case "tool":
+                        turn["names"] = event["names"]
+                turns.append(turn)
+        return sorted(turns, key=lambda turn: turn["begin"])
+
     def engines(self) -> dict[int, list[list[Any]]] | None:
         """Return the samples of each engine in the newest segments (see :func:`_engines`). None: nothing is recorded."""
         with self._lock:

@@ -86,9 +86,20 @@ function Sample({ run, chosen, siblings, open, overRun, close }) {
     ${data && html`
     <p class="note">reward ${number(data.reward)}${(data.reward_parts ?? []).length > 0 && html` (${data.reward_parts.map(([name, part], index) => html`${index > 0 && ", "}<${Text}>${name}<//> ${number(part)}`)})`} · lag ${data.lag} · versions ${data.oldest_version}${data.newest_version === data.oldest_version ? "" : `–${data.newest_version}`} · end: ${plain(data.stop_reason)} · generated in ${seconds(data.generation_s)}${data.chosen ? ` · recorded as ${plain(data.chosen)}` : ""} · prompt <${Text}>${data.uid}<//>${data.data_source ? html` of <${Text}>${data.data_source}<//>` : ""}</p>
     <div class="bar"><span class="choice"><button aria-pressed=${tab === "tokens"} onClick=${() => setTab("tokens")}>tokens</button>
-      <button aria-pressed=${tab === "conversation"} onClick=${() => setTab("conversation")}>conversation</button></span></div>
-    ${tab === "tokens" ? html`<${Tokens} data=${data} />` : html`<${Conversation} data=${data} />`}`}
+      <button aria-pressed=${tab === "conversation"} onClick=${() => setTab("conversation")}>conversation</button>
+      ${data.turns?.length > 0 && html`<button aria-pressed=${tab === "turns"} onClick=${() => setTab("turns")}>times</button>`}</span></div>
+    ${tab === "tokens" ? html`<${Tokens} data=${data} />` : tab === "turns" && data.turns?.length ? html`<${Turns} turns=${data.turns} />` : html`<${Conversation} data=${data} />`}`}
   </div>`;
+}
+
+// Requests, environment calls and tools of the sample, from the record of the run.
+function Turns({ turns }) {
+  const told = (one) => one.kind === "tool" ? one.names.join(", ") : one.kind === "environment" ? `${one.call}${one.ok ? "" : ", failed"}`
+    : [`${number(one.prompt_tokens)} prompt tokens`, one.first_s === null ? "" : `first token after ${seconds(one.first_s)}`, `${number(one.tokens.reduce((sum, [, count]) => sum + count, 0))} sampled`,
+      `end: ${one.stop}`].filter(Boolean).join(", ");
+  const versions = (one) => (one.tokens ?? []).map(([version], index) => `${index ? ` ▸ ${one.seams[index - 1] ?? ""} ▸ ` : ""}v${version}`).join("");
+  return html`<div class="scroll"><table class="told"><thead><tr><th class="n">from</th><th class="n">took</th><th>what</th><th></th><th>policy versions</th></tr></thead><tbody>
+    ${turns.map((one) => html`<tr><td class="n">${seconds(one.begin - turns[0].begin)}</td><td class="n">${seconds(one.took_s)}</td><td>${one.kind}</td><td class="wrap"><${Text}>${told(one)}<//></td><td>${versions(one)}</td></tr>`)}</tbody></table></div>`;
 }
 
 function Conversation({ data }) {
