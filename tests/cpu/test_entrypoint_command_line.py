@@ -90,7 +90,7 @@ def test_watch_shows_the_newest_run_until_it_ends(
     assert main(["watch", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "mine-1 (sync): 3 steps" in shown
-    assert "step 2/3  reward 0.250" in shown and "checkpoint step 2" in shown and "1 of 7 groups" in shown
+    assert "step 2/3  reward 0.250" in shown and "checkpoint step 2" in shown and "1 group (7 allowed)" in shown
     assert "step 3/3  reward nan" in shown
     assert shown.endswith("mine-1 (sync): finished, step 3\n")
 
