@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Self
 
 BLOCKED_S = 20.0  # nothing may block the event loop for so long; a waiting rollout may take hours
+LOOK_S = 1.0  # between two looks at the event loop
 INNERMOST_CALLS = 12  # of the stack of a blocked loop: the blocking call and its callers
 
 
@@ -165,7 +166,7 @@ class LoopMonitor:
                 )
                 # One message per blocking call: wait for its end before watching again.
                 self._wake.wait()
-            self._closed.wait(self._limit_s)
+            self._closed.wait(min(self._limit_s, LOOK_S))
 
 
 def blocking_call(loop: asyncio.AbstractEventLoop, thread: int) -> str:

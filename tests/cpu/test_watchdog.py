@@ -174,6 +174,23 @@ async def test_a_call_that_blocks_the_loop_is_named_with_its_task_and_place() ->
     assert "test_watchdog.py" in said[0] and "in a_blocking_generator" in said[0]
 
 
+async def test_the_monitor_looks_again_long_before_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_train.runtime.watchdog.LOOK_S", 0.001)
+    loop, looks, again = asyncio.get_running_loop(), [], asyncio.Event()
+    ask = loop.call_soon_threadsafe
+
+    def look(callback: Callable[[], None]) -> asyncio.Handle:
+        looks.append(callback)
+        if len(looks) == 3:
+            ask(again.set)
+        return ask(callback)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", look)
+    with LoopMonitor(3000.0, lambda text: None):
+        async with asyncio.timeout(300):
+            await again.wait()
+
+
 async def test_the_monitor_ends_with_its_block_and_has_nothing_to_say_of_a_loop_that_turns() -> None:
     said: list[str] = []
     with LoopMonitor(3000.0, said.append):
