@@ -8,6 +8,7 @@ wrong; 3 a run has trained to its end, but every sample had the same reward; 130
 
 from __future__ import annotations
 
+import copy
 import sys
 import traceback
 from collections.abc import Sequence
@@ -85,11 +86,27 @@ class VerbWithSettings(TyperCommand):
             raise ConfigError(f"{option} is no option. Settings are written without dashes: {meant}={value}") from error
 
 
+def _with_verb(words: Sequence[str]) -> typer.Typer:
+    """Return the application without the verbs that ``words`` do not call: typer takes a while to prepare each of them."""
+    called = [command for command in app.registered_commands if _name(command) in words[:1]]
+    if not called:
+        return app
+    small = copy.copy(app)
+    # Of a single verb, typer would make an application without verbs.
+    others = [command for command in app.registered_commands if command not in called]
+    small.registered_commands = [*called, others[0]]
+    return small
+
+
+def _name(command: typer.models.CommandInfo) -> str | None:
+    return command.name or (None if command.callback is None else command.callback.__name__)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        app(words, prog_name="skyrl-train")
+        _with_verb(words)(words, prog_name="skyrl-train")
     except SkyRLError as error:
         from rich.console import Console
 

@@ -12,13 +12,14 @@ import functools
 import re
 import string
 from collections.abc import Mapping
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.environments.registry import register_environment
 from skyrl_train.errors import ConfigError, DataError, RolloutError
+
+if TYPE_CHECKING:
+    import httpx
 
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _HINT = "Neither <search>query</search> nor <answer>text</answer> was found. Write one of the two."
@@ -94,6 +95,8 @@ class SearchAnswer(Environment):
         Raises:
             RolloutError: the retriever does not answer in time, or not in the protocol.
         """
+        import httpx  # takes a while, and every command imports this module
+
         request = {"queries": [query], "topk": self._top_k, "return_scores": True}
         try:
             response = _client().post(self._url, json=request, timeout=self._timeout_s)
@@ -115,6 +118,8 @@ class SearchAnswer(Environment):
 @functools.cache
 def _client() -> httpx.Client:
     """Return the client of all episodes. It keeps connections open, and threads may share it."""
+    import httpx
+
     # Without the proxies of the environment: a retriever runs on this machine or next to it.
     return httpx.Client(trust_env=False)
 

@@ -11,10 +11,11 @@ from skyrl_train.config.import_path import import_name
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.inference.client import RequestClient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from skyrl_train.inference.client import RequestClient
 
 # Import paths, because the dependencies of a generator are imported only where it is used.
 BUILT_IN_GENERATORS = {

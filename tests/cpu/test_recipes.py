@@ -251,7 +251,7 @@ def test_a_retriever_that_fails_fails_the_rollout(monkeypatch: pytest.MonkeyPatc
             raise httpx.ReadTimeout("slow")
         return httpx.Response(200, json={"hits": []}, request=httpx.Request("POST", "http://retriever"))
 
-    monkeypatch.setattr("skyrl_train.environments.search_answer.httpx.Client.post", post)
+    monkeypatch.setattr("httpx.Client.post", post)
     with pytest.raises(RolloutError, match=r"environment\.kwargs\.retriever_url"):
         search_environment("http://127.0.0.1:9/retrieve").step("<search>x</search>")
 
