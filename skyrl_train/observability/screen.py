@@ -1,6 +1,6 @@
 """Everything that a run prints: a panel in a terminal, a line now and then elsewhere, and the final line.
 
-trainer ──StepReport──> TerminalView (rich, redrawn in place)  |  PlainView (lines, for files and pipes)
+trainer ──StepReport──> TerminalView (a RunPanel, redrawn in place)  |  PlainView (lines, for files and pipes)
 """
 
 from __future__ import annotations
@@ -184,54 +184,31 @@ class PlainView:
         self.note(line)
 
 
-class TerminalView:
-    """Redraws a panel in place: when a step finishes, at most ten times a second, and once a second otherwise."""
+class RunPanel:
+    """The panel of a run: its newest step, or how long none has finished."""
 
-    def __init__(self, console: Console, title: str, progress: Progress, clock: Clock) -> None:
-        self._console = console
+    def __init__(self, title: str, progress: Progress, levels: str = BLOCKS) -> None:
         self._title = title
         self._progress = progress
-        self._clock = clock
-        self._levels = BLOCKS if (console.encoding or "").lower().startswith("utf") else ASCII
-        self._next_at = -math.inf
-        self._waiting_at = -math.inf
+        self._levels = levels
         self._report: StepReport | None = None
         self._waiting: tuple[int, Failures] | None = None  # while no step has finished for a second
-        # Without rich's refresh thread, which would take time from training.
-        self._live = Live(self._panel(), console=console, auto_refresh=False, transient=False)
-        self._live.start(refresh=True)
 
     def update(self, report: StepReport) -> None:
-        """Redraw, at most every ``REFRESH_INTERVAL_S``."""
+        """Show a finished step."""
         self._progress.update(report)
         self._report, self._waiting = report, None
-        self._waiting_at = self._clock() + WAITING_INTERVAL_S
-        if self._clock() >= self._next_at:
-            self._next_at = self._clock() + REFRESH_INTERVAL_S
-            self._live.update(self._panel(), refresh=True)
 
     def waiting(self, in_flight: int, failures: Failures) -> None:
-        """Redraw if no step was drawn for a second. Called about every second.
+        """Show that no step has finished for a second.
 
         Args:
             in_flight: groups in generation.
         """
-        if self._clock() >= self._waiting_at:
-            self._waiting = (in_flight, failures)
-            self._waiting_at = self._clock() + WAITING_INTERVAL_S
-            self._live.update(self._panel(), refresh=True)
+        self._waiting = (in_flight, failures)
 
-    def note(self, text: str) -> None:
-        """Print the line above the panel."""
-        self._console.print(Text(text))
-
-    def close(self) -> None:
-        """Draw the last state and leave it on the screen."""
-        if self._live.is_started:
-            self._live.update(self._panel(), refresh=True)
-            self._live.stop()
-
-    def _panel(self) -> RenderableType:
+    def draw(self) -> RenderableType:
+        """Return what is to be seen now."""
         report, progress = self._report, self._progress
         step = progress.step
         top = Table.grid(expand=True, padding=(0, 1))
@@ -282,6 +259,50 @@ class TerminalView:
             f"{lag} {full * max(1, round(LAG_WIDTH * number / total))} {number / total:.0%}"
             for lag, number in sorted(groups.items())
         )
+
+
+class TerminalView:
+    """Redraws a panel in place: when a step finishes, at most ten times a second, and once a second otherwise."""
+
+    def __init__(self, console: Console, title: str, progress: Progress, clock: Clock) -> None:
+        self._console = console
+        levels = BLOCKS if (console.encoding or "").lower().startswith("utf") else ASCII
+        self._panel = RunPanel(title, progress, levels)
+        self._clock = clock
+        self._next_at = -math.inf
+        self._waiting_at = -math.inf
+        # Without rich's refresh thread, which would take time from training.
+        self._live = Live(self._panel.draw(), console=console, auto_refresh=False, transient=False)
+        self._live.start(refresh=True)
+
+    def update(self, report: StepReport) -> None:
+        """Redraw, at most every ``REFRESH_INTERVAL_S``."""
+        self._panel.update(report)
+        self._waiting_at = self._clock() + WAITING_INTERVAL_S
+        if self._clock() >= self._next_at:
+            self._next_at = self._clock() + REFRESH_INTERVAL_S
+            self._live.update(self._panel.draw(), refresh=True)
+
+    def waiting(self, in_flight: int, failures: Failures) -> None:
+        """Redraw if no step was drawn for a second. Called about every second.
+
+        Args:
+            in_flight: groups in generation.
+        """
+        if self._clock() >= self._waiting_at:
+            self._panel.waiting(in_flight, failures)
+            self._waiting_at = self._clock() + WAITING_INTERVAL_S
+            self._live.update(self._panel.draw(), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print the line above the panel."""
+        self._console.print(Text(text))
+
+    def close(self) -> None:
+        """Draw the last state and leave it on the screen."""
+        if self._live.is_started:
+            self._live.update(self._panel.draw(), refresh=True)
+            self._live.stop()
 
 
 def make_view(

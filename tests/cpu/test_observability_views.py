@@ -142,7 +142,7 @@ def test_the_panel_keeps_to_one_line_for_each_fact_and_shows_what_alarms_in_red(
     console.width = 80
     view = make_view(console, 300, "quickstart", clock=ManualClock())
     for step in range(1, 20):
-        view._progress.update(StepReport(step=step, reward=step / 100))
+        view._panel._progress.update(StepReport(step=step, reward=step / 100))
     report = dataclasses.replace(
         REPORT,
         reward_std=0.25,

@@ -1,0 +1,288 @@
+"""The screens of ``skyrl-train watch``: a run's panel, timeline, samples, failures, settings and logs, one key for each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from rich.style import Style
+from rich.text import Text
+from textual import work
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
+from textual.worker import get_current_worker
+
+from skyrl_train.observability.readers.incidents import incidents, log_end, log_files
+from skyrl_train.observability.readers.panel import WatchedRun
+from skyrl_train.observability.readers.samples import step_rows, whole_sequence
+from skyrl_train.observability.readers.settings import settings_table
+from skyrl_train.observability.run_folder import TRAINER_LOG
+from skyrl_train.observability.screen import Progress, RunPanel, StepReport, visible
+
+# Of policy versions, as on the page: neighbours differ in lightness, too, and red is left for failures.
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9")
+SCREENS = ("run", "timeline", "samples", "failures", "settings", "log")
+LABEL = 8  # characters before a lane
+MAX_LANES = 200
+LOG_LINES = 500
+READING = "Reading ..."
+TRAINING = {"update_policy": "█", "accumulate": "█", "finish_update": "█", "wait_for_batch": "·"}
+
+
+class RunScreens(App[None]):
+    """Shows ``watched`` until the reader leaves. The run's files are read in a thread.
+
+    Args:
+        poll_s: time between two looks at the run.
+    """
+
+    CSS = "DataTable { height: 40%; } #timeline-text { width: auto; }"
+    TITLE = "skyrl-train watch"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(str(number), f"show('{name}')", name) for number, name in enumerate(SCREENS, 1)),
+        Binding("comma", "other_step(-1)", "step before"),
+        Binding("full_stop", "other_step(1)", "next step"),
+        Binding("q", "quit", "leave"),
+    ]
+
+    def __init__(self, watched: WatchedRun, poll_s: float) -> None:
+        super().__init__()
+        self._watched = watched
+        self._poll_s = poll_s
+        progress = Progress(watched.total_steps, 0, watched.elapsed_s, watched.rewards)
+        self._panel = RunPanel(watched.title, progress)
+        self._step = 0  # whose samples are shown; 0: of the newest step
+        self._samples: dict[str, Any] = {}
+        self._reading = threading.Lock()
+
+    def compose(self) -> ComposeResult:
+        with TabbedContent(initial="run"):
+            with TabPane("1 run", id="run"):
+                yield Static(READING, id="panel")
+            with TabPane("2 timeline", id="timeline"), VerticalScroll():
+                yield Static(READING, id="timeline-text")
+            with TabPane("3 samples", id="samples"):
+                yield DataTable(id="sample-rows", cursor_type="row")
+                with VerticalScroll():
+                    yield Static(READING, id="sample")
+            with TabPane("4 failures", id="failures"), VerticalScroll():
+                yield Static(READING, id="failures-text")
+            with TabPane("5 settings", id="settings"), VerticalScroll():
+                yield Static(READING, id="settings-text")
+            with TabPane("6 log", id="log"), VerticalScroll():
+                yield Static(READING, id="log-text")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.look()
+        self.set_interval(self._poll_s, lambda: self.look(wait=False))
+
+    def action_show(self, name: str) -> None:
+        """Show a screen."""
+        self.query_one(TabbedContent).active = name
+        self.look()
+
+    def action_other_step(self, by: int) -> None:
+        """Show the samples of the recorded step before or after the shown one."""
+        steps = self._samples.get("steps", [])
+        if self._samples.get("step") in steps:
+            place = steps.index(self._samples["step"]) + by
+            # Behind the newest step there is nothing, and it stays the newest one as the run goes on.
+            self._step = steps[max(0, place)] if place < len(steps) - 1 else 0
+            self.look()
+
+    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        """Show the sample under the cursor."""
+        if event.row_key.value is not None:
+            self.read_sample(self._samples["step"], int(event.row_key.value))
+
+    @work(thread=True, group="look")
+    def look(self, wait: bool = True) -> None:
+        """Read the run, and draw the screen that is shown.
+
+        Args:
+            wait: for the end of a look under way; otherwise nothing is done.
+        """
+        if not self._reading.acquire(blocking=wait):
+            return
+        try:
+            report = self._watched.poll()
+            shown = self.query_one(TabbedContent).active
+            content = self._read_text(shown)
+            samples = step_rows(self._watched.path, "train", self._step) if shown == "samples" else None
+        finally:
+            self._reading.release()
+        if not get_current_worker().is_cancelled:  # the reader has left
+            self.call_from_thread(self._draw, shown, report, content, samples)
+
+    def _read_text(self, name: str) -> Text:
+        watched = self._watched
+        match name:
+            case "timeline":
+                return timeline_text(watched.store.window(None, None), self.size.width - 4)
+            case "failures":
+                return failures_text(incidents(watched.store))
+            case "settings":
+                return settings_text(settings_table(watched.settings))
+            case "log":
+                logs = watched.path / "logs"
+                names = [file["name"] for file in log_files(logs)]
+                file = TRAINER_LOG if TRAINER_LOG in names else next(iter(names), "")
+                text = (log_end(logs, file) if file else None) or "Nothing is logged yet."
+                return Text("\n".join(visible(text).splitlines()[-LOG_LINES:]))
+        return Text()
+
+    def _draw(self, shown: str, report: StepReport | None, content: Text, samples: dict[str, Any] | None) -> None:
+        if report is not None:
+            self._panel.update(report)
+        else:
+            self._panel.waiting(self._watched.in_flight, self._watched.failures)
+        if shown == "run":
+            self.query_one("#panel", Static).update(self._panel.draw())
+        elif samples is not None:
+            self._draw_samples(samples)
+        else:
+            self.query_one(f"#{shown}-text", Static).update(content)
+
+    @work(thread=True, exclusive=True, group="sample")
+    def read_sample(self, step: int, row: int) -> None:
+        """Read a sample, and draw it token for token."""
+        sample = whole_sequence(self._watched.path, "train", step, row)
+        if sample is not None and not get_current_worker().is_cancelled:
+            self.call_from_thread(self.query_one("#sample", Static).update, sample_text(sample))
+
+    def _draw_samples(self, samples: dict[str, Any]) -> None:
+        if (samples["step"], len(samples["rows"])) == (self._samples.get("step"), len(self._samples.get("rows", ()))):
+            return
+        self._samples = samples
+        table = self.query_one("#sample-rows", DataTable)
+        table.clear(columns=True)
+        table.add_columns("step", "group", "sample", "reward", "lag", "end", "prompt", "response")
+        for row in samples["rows"]:
+            if "row" in row:  # one with tokens
+                facts = (samples["step"], row["group_index"], row["sample"], f"{row['reward']:.3f}", row["lag"])
+                texts = (
+                    " ".join(visible(str(row[name] or "")).split()) for name in ("stop_reason", "prompt", "response")
+                )
+                table.add_row(*(str(fact) for fact in facts), *map(Text, texts), key=str(row["row"]))
+        if not samples["rows"]:
+            self.query_one("#sample", Static).update("No samples are recorded yet.")
+
+
+def version_style(version: int) -> Style:
+    """Return the style of what a policy version has sampled."""
+    return Style(bgcolor=PALETTE[version % len(PALETTE)] if version >= 0 else "#888888", color="white")
+
+
+def timeline_text(window: dict[str, Any] | None, width: int) -> Text:
+    """Draw the trainer and a lane per group, the newest first: the digits and colours are policy versions; ░ a tool or an
+    environment, ─ ready and waiting, ▼ trained, ✗ without a result.
+
+    Args:
+        window: what ``EventStore.window`` returns.
+        width: columns of the screen.
+    """
+    if window is None:
+        return Text("This run has recorded no events yet.")
+    t0, t1 = window["t0"], window["t1"]
+    columns = max(10, width - LABEL)
+
+    def column(at: float) -> int:
+        return min(columns - 1, max(0, int((at - t0) / max(t1 - t0, 1e-9) * columns)))
+
+    trainer = [" "] * columns
+    for name, _, begin, end in window["spans"]:
+        for place in range(column(begin), column(end) + 1) if end >= t0 and begin <= t1 else ():
+            # The activities of a weight sync lie beside training.
+            trainer[place] = TRAINING.get(name) or (trainer[place] if trainer[place] != " " else "~")
+    lines = [Text(f"{'trainer':{LABEL}}{''.join(trainer)}")]
+    shown = [group for group in window["groups"] if group["end"] > t0][-MAX_LANES:]
+    lines += [_lane(group, columns, column) for group in reversed(shown)]
+    seconds = Text(
+        f"{'':{LABEL}}{t1 - t0:.1f} s; █ training, · waiting for groups, ~ weight sync and others", style="dim"
+    )
+    legend = Text(
+        f"{'':{LABEL}}digit: policy version, ░ tool or environment, ─ ready, ▼ trained, ✗ no result", style="dim"
+    )
+    return Text("\n").join([seconds, legend, *lines])
+
+
+def _lane(group: dict[str, Any], columns: int, column: Any) -> Text:
+    cells: list[tuple[str, Style]] = [(" ", Style())] * columns
+
+    def fill(begin: float, end: float, cell: str, style: Style) -> None:
+        for place in range(column(begin), column(end) + 1):
+            cells[place] = cell, style
+
+    fill(group.get("finished", group["end"]), group["end"], "─", Style(dim=True))
+    for kind in ("environments", "tools"):
+        for _, begin, end, *_ in group[kind]:
+            fill(begin, end, "░", Style())
+    for request in group["requests"]:
+        for version, _, begin, end, _ in request[6]:
+            fill(begin, end, str(version)[-1], version_style(version))
+    ends = {"trained": ("▼", Style(color="green")), "failed": ("✗", Style(color="red"))}
+    if group["state"] not in ("running", "generated", "buffered"):
+        cell, style = ends.get(group["state"], ("✗", Style(dim=True)))
+        fill(group["end"], group["end"], cell, style)
+    lane = Text(f"#{group['group']}".ljust(LABEL))
+    for cell, style in cells:
+        lane.append(cell, style)
+    return lane
+
+
+def sample_text(sample: dict[str, Any]) -> Text:
+    """Draw a row of the recorded samples: the prompt, and each token of the response in the colour of its policy version."""
+    reward = f"reward {sample['reward']:.3f}, lag {sample['lag']}, end: {sample['stop_reason']}"
+    text = Text(visible(f"{reward}, prompt {sample['uid']}\n\n"), style="bold")
+    text.append(visible(sample["prompt"] or ""), "dim")
+    ids = sample["response_token_ids"] or []
+    pieces: Sequence[str] = sample["response_pieces"] or [f"<{token}>" for token in ids]
+    for place, piece in enumerate(pieces):
+        sampled = sample["sampled"] is None or sample["sampled"][place]
+        version = sample["versions"][place] if sample["versions"] else -1
+        text.append(visible(piece), version_style(version) if sampled else "dim")
+    return text
+
+
+def failures_text(found: dict[str, Any] | None) -> Text:
+    """Draw alarms, failed groups and attempts, and warnings, the newest of each first."""
+    if found is None:
+        return Text("This run has recorded no events yet.")
+    text = Text()
+    for row in found["alarms"]:
+        until = f" to {row['ended']}" if row["ended"] is not None else ""
+        text.append(
+            f"{row['level']} {row['id']} from step {row['step']}{until}: ", "bold red" * (row["level"] == "alarm")
+        )
+        text.append(visible(f"{row['finding']} {row['action']}\n"))
+    for row in found["failures"]:
+        text.append(
+            f"{row['count']} x {'failed for good' if row['kind'] == 'failed' else 'failed attempt'}: ", "bold red"
+        )
+        text.append(visible(f"{row['reason']}\n"))
+        text.append(f"    again: {visible(row['again'])}\n", "dim")
+    for row in found["warnings"]:
+        text.append(f"{row['count']} x {row['level'].lower()}, ", "bold")
+        text.append(f"{_when(row['last'])}: {visible(row['text'])}\n")
+    return text if text else Text("Nothing failed.")
+
+
+def _when(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def settings_text(rows: Sequence[dict[str, Any]]) -> Text:
+    """Draw the settings that differ from their defaults."""
+    lines = [
+        Text.assemble(
+            (row["key"], "bold"), visible(f" = {row['value']!r}"), (visible(f"  ({row['default']!r})"), "dim")
+        )
+        for row in rows
+        if row["differs"]
+    ]
+    return Text("\n").join([Text("Settings that differ from their defaults, which stand in brackets.\n"), *lines])

@@ -1,0 +1,112 @@
+"""The screens of ``skyrl-train watch``: each shows its part of the run, and hostile text steers nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from recorded_runs import RecordedRun
+from rich.console import Console
+from textual.widgets import DataTable, Static, TabbedContent
+
+from skyrl_train.config.compose import compose, to_yaml
+from skyrl_train.events.log import EVENTS, EventLog
+from skyrl_train.observability.readers.panel import WatchedRun
+from skyrl_train.observability.readers.timeline import EventStore
+from skyrl_train.observability.run_folder import CONFIG
+from skyrl_train.observability.screens import SCREENS, RunScreens, timeline_text
+
+SHOTS = os.environ.get("SKYRL_PAGE_SHOTS")  # a folder for screenshots
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = RecordedRun(tmp_path_factory.mktemp("runs") / "watched", steps=8).path
+    (path / CONFIG).write_text(to_yaml(compose("quickstart", ["trainer.max_steps=8"])))
+    log = EventLog(path / EVENTS)
+    log.record("retried", group=3, attempt=1, reason="ValueError: \x1b[31mno")
+    log.close()
+    (path / "logs").mkdir()
+    (path / "logs" / "trainer.log").write_text("the first line\n\x1b]0;title\x07the last line\n")
+    return path
+
+
+def text_of(app: RunScreens, widget: str) -> str:
+    console = Console(width=110, height=60, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console.print(app.query_one(f"#{widget}", Static).content)
+    return console.export_text()
+
+
+async def test_each_key_shows_its_screen(run: Path) -> None:
+    app = RunScreens(WatchedRun(run), poll_s=600.0)
+    seen = {}
+    async with app.run_test(size=(120, 40)) as pilot:
+        for number, name in enumerate(SCREENS, 1):
+            await pilot.press(str(number))
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+            await app.workers.wait_for_complete()  # the sample under the cursor
+            await pilot.pause()
+            assert app.query_one(TabbedContent).active == name
+            if SHOTS:
+                (Path(SHOTS) / f"watch_{name}.svg").write_text(app.export_screenshot())
+            widget = {"run": "panel", "samples": "sample"}.get(name, f"{name}-text")
+            seen[name] = text_of(app, widget)
+            if name == "samples":
+                table = app.query_one(DataTable)
+                assert table.row_count == 8 and str(table.get_row_at(0)[0]) == "8"
+                await pilot.press("comma")
+                await app.workers.wait_for_complete()
+                await pilot.pause()
+                assert str(table.get_row_at(0)[0]) == "7"
+    assert "step 8/8" in seen["run"] and "reward" in seen["run"]
+    assert "trainer" in seen["timeline"] and "#" in seen["timeline"] and "▼" in seen["timeline"]
+    assert "lag 1" in seen["samples"] and "07c=" in seen["samples"]
+    assert "\\x1b[31mno" in seen["failures"] and f"again: skyrl-train try {run} --prompt 3" in seen["failures"]
+    assert "trainer.max_steps = 8" in seen["settings"]
+    assert "\\x1b]0;title\\x07the last line" in seen["log"]
+
+
+async def test_a_step_that_ends_meanwhile_is_shown(tmp_path: Path) -> None:
+    path = RecordedRun(tmp_path / "run", steps=3).path
+    metrics = path / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:2]))
+    app = RunScreens(WatchedRun(path), poll_s=600.0)
+    async with app.run_test() as pilot:
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "step 2/" in text_of(app, "panel")
+        metrics.write_text("".join(lines))
+        app.look()
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "step 3/" in text_of(app, "panel")
+
+
+async def test_an_empty_run_has_screens_too(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    app = RunScreens(WatchedRun(tmp_path / "run"), poll_s=600.0)
+    async with app.run_test() as pilot:
+        for number in range(1, len(SCREENS) + 1):
+            await pilot.press(str(number))
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+        assert "recorded no events" in text_of(app, "timeline-text")
+        assert "No samples" in text_of(app, "sample")
+
+
+def test_a_lane_has_the_versions_of_its_tokens_in_their_time(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS, clock=lambda: 110.0)
+    log.record("process", host="", pid=1, version="", python="", config="", git=None, command=[])
+    log.record("admitted", groups=[5], versions=[1])
+    segments = [[1, 10, 100.0, 105.0, 0], [2, 10, 105.0, 110.0, 0]]
+    fields = {"session": "", "group": 5, "sample": 0, "prompt_tokens": 1, "stop": "stop", "replayed": 0}
+    log.record("request", t_submit=100.0, t_first=None, t_end=110.0, segments=segments, seams=["update"], **fields)
+    log.close()
+    store = EventStore(tmp_path / EVENTS)
+    offset = store.window(0.0, 1e12)["first"] - 110.0  # type: ignore[index]  # Unix times
+    lane = timeline_text(store.window(100.0 + offset, 110.0 + offset), 28).plain.splitlines()[-1]
+    assert lane.startswith("#5") and lane[8:] == "1" * 10 + "2" * 10
