@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.config.compose import compose
+from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.command_line import main
+from tests.runs_with_vllm import PLACES, overrides, train
 
 
 @pytest.mark.usefixtures("vllm_forks")
@@ -26,3 +29,18 @@ def test_the_quickstart_trains_with_vllm_and_updates_its_weights_in_flight(tmp_p
     assert [row["step"] for row in rows] == [1, 2]
     # The engine's log-probs are the trainer's: the mismatch that the correction sees is rounding and staleness.
     assert 0 <= rows[0]["off_policy/kl_k3"] < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("vllm_forks", "trainer_elsewhere")
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_trains_with_vllm_that_weights_reach_by_a_broadcast(tmp_path: Path, place: str) -> None:
+    """As the tests for GPUs do by NCCL."""
+    rows = train(tmp_path, place, on_gpus=False)
+    assert 0 <= rows[0]["off_policy/kl_k3"] < 1e-6
+    assert all(row["time/transfer"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_runs_for_several_gpus_are_valid(place: str) -> None:
+    assert validate(compose("quickstart", overrides(place, on_gpus=True))).errors == []
