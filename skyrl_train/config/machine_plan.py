@@ -54,6 +54,11 @@ MAP_S = 0.015  # an engine opens the trainer's memory
 GLOO_BYTES_S = 1.5e9  # of a process that sends: TCP and copies by a CPU (on paper)
 RAY_RELAY_BYTES_S = 0.6e9  # to an engine in Ray on another node by shared_memory (on paper)
 SLEEP_S, WAKE_S = 0.04, 0.2  # vLLM's engines in turns with the trainer
+# Processor seconds of the control process for a turn through the endpoint and for each of its tokens, with the endpoint in that
+# process or in rollout actors; for a trajectory; for a token in vLLM's front end: benchmarks/control_scale.py on a busy machine
+ENDPOINT_TURN, ACTORS_TURN = (1.9e-3, 18e-6), (2.9e-3, 5.6e-6)
+TRAJECTORY_S, VLLM_TOKEN_S = 1.1e-3, 73e-6
+CONTROL_LIMIT = 0.6  # of a core; above it, requests wait for each other
 ENGINE_OWN_BYTES = 2 * _GIB  # of vLLM's share: activations of a prefill, context
 ASLEEP_BYTES = int(1.8 * _GIB)  # of both processes' contexts and CUDA graphs while an engine sleeps
 
@@ -99,6 +104,8 @@ class StepTimes:
     sync_s: float  # that training waits for
     turns_s: float  # engines and trainer change places
     step_s: float
+    control_share: float  # of a core that the control process needs
+    control: str  # the same in words, with a remedy if it is too much
     bottleneck: str
 
 
@@ -197,6 +204,7 @@ class MachinePlan:
             ("generation", f"{step.generation_s:.2f} s a step, {step.generation_tokens_s:,.0f} sampled tokens/s"),
             *([("turns", f"{step.turns_s:.2f} s a step: sleep, offload, wake up")] if step.turns_s else []),
             ("step", f"{step.step_s:.2f} s; training waits {_s(step.sync_s)} for the weight sync"),
+            ("control process", step.control),
             ("bottleneck", step.bottleneck),
         ]
 
@@ -585,16 +593,42 @@ def _step_times(
     shared = _share_gpus(config)
     if alternating or shared:
         step = training + generation + waits + turns
-        slower, share = ("training", training / step) if training > generation else ("generation", generation / step)
+        slower, part = ("training", training / step) if training > generation else ("generation", generation / step)
         why = "trainer and engines take turns" if alternating else "trainer and engines compute on one GPU"
-        bottleneck = f"{slower}, {share:.0%} of a step; {why}"
+        bottleneck = f"{slower}, {part:.0%} of a step; {why}"
     else:
         step = max(training + waits, generation)
         slower = "training" if training + waits >= generation else "generation"
         idle = 1 - min(training + waits, generation) / step
         other = "engines have" if slower == "training" else "training has"
         bottleneck = f"{slower}; {other} nothing to do for {idle:.0%} of a step"
-    return StepTimes(prompt, response, training, rate, mfu, generation, sampled, waits, turns, step, bottleneck)
+    share = samples * control_seconds(config, response) / step
+    control = _control(config, share)
+    return StepTimes(
+        prompt, response, training, rate, mfu, generation, sampled, waits, turns, step, share, control, bottleneck
+    )
+
+
+def control_seconds(config: RunConfig, response_tokens: int) -> float:
+    """Return the processor time that the control process takes for a trajectory of one turn."""
+    engine = config.generator.inference_engine
+    turn_s, token_s = ACTORS_TURN if config.rollout.num_actors else ENDPOINT_TURN
+    if engine.backend == "vllm" and engine.executor != "ray":
+        token_s += VLLM_TOKEN_S
+    return TRAJECTORY_S + turn_s + token_s * response_tokens
+
+
+def _control(config: RunConfig, share: float) -> str:
+    """Describe what the control process has to do, and where to put it if it is too much."""
+    engine = config.generator.inference_engine
+    busy = f"busy for {share:.0%} of the time, if each response is a turn through the endpoint"
+    if share <= CONTROL_LIMIT:
+        return busy
+    if engine.backend == "vllm" and engine.executor != "ray":
+        return f"{busy}; move vLLM's front ends to actors: {_ENGINE}.executor=ray"
+    if not config.rollout.num_actors:
+        return f"{busy}; move environments and agents to actors: rollout.num_actors"
+    return f"{busy}, more than {CONTROL_LIMIT:.0%}: expect engines that wait for it"
 
 
 def _share_gpus(config: RunConfig) -> bool:

@@ -42,6 +42,10 @@ SLOW = [
         "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies fsdp2",
         "beside training blocks",
     ),
+    (
+        "control_scale --agents 2 --turns 2 --groups 20 --on-agents 64 --engines 4 --actors 0 2",
+        "| in rollout actors | control process | ",
+    ),
     ("engine_loss --requests 4 --seconds 1", "requests lost: 0, cut short: 0"),
     ("in_flight --requests 20 --seconds 1", "memory per request"),
     ("learning trainer.max_steps=2 --recipes quickstart --seeds 0", "| `quickstart` | 0 | 2 |"),
