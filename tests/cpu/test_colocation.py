@@ -496,6 +496,7 @@ def test_a_run_in_turns_with_two_ranks_equals_the_plain_one_bit_for_bit(tmp_path
     plain = train(tmp_path / "plain", "quickstart", *settings)
     colocated = train(tmp_path / "colocated", "quickstart", COLOCATE, *settings)
     assert len(plain[0]) == 3 and colocated[0] == plain[0] and colocated[1] == plain[1]
+    assert {"training-0.log", "training-1.log"} <= {path.name for path in (tmp_path / "plain").rglob("*.log")}
     assert all(torch.equal(colocated[2][name], weight) for name, weight in plain[2].items())
 
 
