@@ -19,7 +19,7 @@ from typing import Self
 
 BLOCKED_S = 20.0  # nothing may block the event loop for so long; a waiting rollout may take hours
 LOOK_S = 1.0  # between two looks at the event loop
-INNERMOST_CALLS = 12  # of the stack of a blocked loop: the blocking call and its callers
+INNERMOST_CALLS = 24  # of the stack of a blocked loop: a request of openai's client is 17 calls below the user's line
 
 
 class Phase:

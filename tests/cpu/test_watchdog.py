@@ -164,8 +164,14 @@ async def test_a_call_that_blocks_the_loop_is_named_with_its_task_and_place() ->
             said.append(text)
             told.set()
 
+    def send(layers: int) -> None:
+        if layers:
+            send(layers - 1)
+        else:
+            told.wait(timeout=300)  # until the monitor has noticed
+
     async def a_blocking_generator() -> None:
-        told.wait(timeout=300)  # until the monitor has noticed
+        send(layers=17)  # as deep as a request of openai's client
 
     with LoopMonitor(0.02, say):
         await asyncio.create_task(a_blocking_generator(), name="group-17-1")
