@@ -20,6 +20,13 @@ from skyrl_train.entrypoints.command_line import main
 pytestmark = pytest.mark.slow
 # Libraries exclude each other and ours, so other environments may have them: interpreters, separated by colons.
 PYTHONS = [sys.executable, *filter(None, os.environ.get("SKYRL_BATTERY_PYTHONS", "").split(":"))]
+ENGINES = {
+    "embedded": ["generator.inference_engine.executor=thread"],
+    "vllm": [
+        "generator.inference_engine.backend=vllm",
+        "generator.inference_engine.engine_args={kv_cache_memory_bytes: 67108864, enforce_eager: true}",
+    ],
+}
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -40,7 +47,12 @@ def test_a_library_works_with_its_defaults(library: str, url: str) -> None:
 
 
 @pytest.mark.parametrize("library", TRAINED)
-def test_an_agent_in_its_default_configuration_trains(library: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_agent_in_its_default_configuration_trains(
+    library: str, backend: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if backend == "vllm":
+        request.getfixturevalue("vllm_forks")
     python = next((python for python in PYTHONS if has(python, library)), None)
     if python is None:
         pytest.skip(f"{library} is not installed: see tests/battery/requirements.txt")
@@ -59,7 +71,7 @@ def test_an_agent_in_its_default_configuration_trains(library: str, tmp_path: Pa
         "generator.n_samples_per_prompt=2",
         "generator.max_input_length=15000",
         "generator.sampling_params.max_tokens=500",
-        "generator.inference_engine.executor=thread",
+        *ENGINES[backend],
         "generator.inference_engine.max_num_seqs=4",
     ]
     recipe = tmp_path / "recipe.yaml"
