@@ -26,7 +26,8 @@ ANSWER = "It is sunny in Paris."
 QUESTION = "What is the weather in Paris?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 CASES = (
-    "plain", "stream", "tools", "tools_stream", "forced", "forced_stream", "schema", "schema_stream", "tools_schema"
+    "plain", "stream", "tools", "tools_stream", "forced", "forced_stream", "schema", "schema_stream", "tools_schema", "example",
+    "example_stream",
 )  # fmt: skip
 PACKAGES = {
     "openai": "openai",
@@ -166,6 +167,28 @@ class OpenAI:
         fields: Any = {"model": "policy", "tools": [self.strict], "response_format": Report}
         check_loop_with_report(self.loop(lambda said: parse(messages=said, **fields).choices[0].message).parsed)
 
+    def example(self) -> None:
+        """The second response is given the items of the first, and the result of its call."""
+        flat = {"type": "function", **FUNCTION}
+        fields: Any = {"model": "policy", "tools": [flat]}
+        first = self.client.responses.create(input=QUESTION, **fields)
+        (asked,) = first.output
+        check_call(asked.name, asked.arguments)
+        result = {"type": "function_call_output", "call_id": asked.call_id, "output": get_weather("Paris")}
+        check_loop(self.client.responses.create(input=[*MESSAGES, asked, result], **fields).output_text)
+
+    async def example_stream(self) -> None:
+        """Many streams at once, read event by event."""
+        import openai
+
+        async def ask(client: openai.AsyncOpenAI) -> str:
+            async with client.chat.completions.stream(model="policy", messages=MESSAGES) as events:
+                return "".join([event.delta async for event in events if event.type == "content.delta"])
+
+        async with openai.AsyncOpenAI() as client:
+            for text in await asyncio.gather(*(ask(client) for _ in range(6))):
+                check_answer(text)
+
 
 class Anthropic:
     def __init__(self, url: str, key: str) -> None:
@@ -219,6 +242,29 @@ class Anthropic:
         runner = self.client.beta.messages.tool_runner(**self.ask, tools=[beta_tool(get_weather)], output_format=Report)
         check_loop_with_report(runner.until_done().parsed_output)
 
+    def example(self) -> None:
+        """A tool loop by hand, in which the answer's blocks are sent back as they came."""
+        ask = {**self.ask, "tools": [self.tool], "system": "Answer briefly."}
+        said = self.client.messages.create(**ask)
+        assert said.stop_reason == "tool_use", said.stop_reason
+        (used,) = (block for block in said.content if block.type == "tool_use")
+        result = {"type": "tool_result", "tool_use_id": used.id, "content": get_weather(**used.input)}
+        messages = [*MESSAGES, {"role": "assistant", "content": said.content}, {"role": "user", "content": [result]}]
+        check_loop(self.client.messages.create(**{**ask, "messages": messages}).content[0].text)
+
+    async def example_stream(self) -> None:
+        """Raw events of a stream with a tool."""
+        import anthropic
+
+        kinds, arguments = [], ""
+        async with anthropic.AsyncAnthropic() as client:
+            async for event in await client.messages.create(**self.ask, tools=[self.tool], stream=True):
+                kinds.append(event.type)
+                if event.type == "content_block_delta" and event.delta.type == "input_json_delta":
+                    arguments += event.delta.partial_json
+        check_call("get_weather", arguments)
+        assert (kinds[0], kinds[-1]) == ("message_start", "message_stop"), kinds
+
 
 class LangChain:
     def __init__(self, url: str, key: str) -> None:
@@ -268,6 +314,24 @@ class LangChain:
 
         agent = create_agent(self.model, [get_weather], response_format=Report)
         check_report(agent.invoke({"messages": MESSAGES})["structured_response"])
+
+    def example(self) -> None:
+        """An agent that remembers: two turns of one thread."""
+        from langchain.agents import create_agent
+        from langgraph.checkpoint.memory import InMemorySaver
+
+        agent = create_agent(self.model, [get_weather], system_prompt="Be brief.", checkpointer=InMemorySaver())
+        for _ in range(2):
+            state = agent.invoke({"messages": MESSAGES}, {"configurable": {"thread_id": "1"}})
+        check_loop(state["messages"][-1].content)
+
+    async def example_stream(self) -> None:
+        """A chain of prompt, model and parser, as a stream."""
+        from langchain_core.output_parsers import StrOutputParser
+        from langchain_core.prompts import ChatPromptTemplate
+
+        chain = ChatPromptTemplate.from_messages([("system", "Be brief."), ("user", "{ask}")]) | self.model
+        check_answer("".join([part async for part in (chain | StrOutputParser()).astream({"ask": QUESTION})]))
 
 
 class LiteLLM:
@@ -322,6 +386,23 @@ class LiteLLM:
         said = self.loop(lambda messages: self.completion(messages, **fields).choices[0].message)
         check_loop_with_report(Report.model_validate_json(said))
 
+    async def example(self) -> None:
+        """A router of two deployments, and many requests at once."""
+        import litellm
+
+        parameters = {"model": "openai/policy"}
+        deployments: Any = [{"model_name": "weather", "litellm_params": parameters} for _ in range(2)]
+        router = litellm.Router(model_list=deployments)
+        answers = await asyncio.gather(*(router.acompletion(model="weather", messages=MESSAGES) for _ in range(4)))
+        for answer in answers:
+            check_answer(answer.choices[0].message.content)  # type: ignore[union-attr]
+
+    async def example_stream(self) -> None:
+        import litellm
+
+        chunks = await litellm.acompletion(model="openai/policy", messages=MESSAGES, stream=True)
+        check_answer("".join([chunk.choices[0].delta.content or "" async for chunk in chunks]))
+
 
 class PydanticAI:
     def __init__(self, url: str, key: str) -> None:
@@ -374,6 +455,42 @@ class PydanticAI:
         agent = self.agent(self.model, tools=[get_weather], output_type=NativeOutput(Report))
         check_loop_with_report(agent.run_sync(QUESTION).output)
 
+    def support(self) -> Any:
+        """An agent of a bank: what it depends on, a tool that sees that, and an output with bounds."""
+        from pydantic import Field
+        from pydantic_ai import RunContext
+
+        class Advice(BaseModel):
+            text: str
+            block_card: bool
+            risk: int = Field(ge=0, le=10)
+
+        agent = self.agent(
+            self.model, deps_type=int, output_type=Advice, instructions="Judge the risk.", name="support"
+        )
+
+        def balance(context: RunContext[int], pending: bool) -> str:
+            """Return the customer's balance.
+
+            Args:
+                pending: include what is not booked yet
+            """
+            return f"{context.deps} euros"
+
+        balance.__annotations__["context"] = RunContext[int]  # the library looks for the name among those of the module
+        agent.tool(balance)
+        return agent
+
+    def example(self) -> None:
+        output = self.support().run_sync("I lost my card!", deps=12).output
+        assert 0 <= output.risk <= 10 and isinstance(output.block_card, bool), output
+
+    async def example_stream(self) -> None:
+        async with self.support().run_stream("I lost my card!", deps=12) as result:
+            async for _ in result.stream_output():
+                pass
+            assert 0 <= (await result.get_output()).risk <= 10
+
 
 class Smolagents:
     def __init__(self, url: str, key: str) -> None:
@@ -416,6 +533,33 @@ class Smolagents:
         )
         agent.run(QUESTION)
         assert isinstance(json.loads(agent.memory.steps[1].model_output)["code"], str)
+
+    def example(self, **options: Any) -> None:
+        """A tool that is a class, and an agent that another one manages."""
+        from smolagents import Tool, ToolCallingAgent
+
+        class Altitude(Tool):
+            name = "altitude"
+            description = "Return the altitude of a city."
+            inputs = {"city": {"type": "string", "description": "its name"}}  # noqa: RUF012
+            output_type = "integer"
+
+            def forward(self, city: str) -> int:
+                return len(city)
+
+        common: Any = {"model": self.model, "max_steps": 1, "verbosity_level": -1}
+        helper = ToolCallingAgent([Altitude()], name="helper", description="Knows altitudes.", **common)
+        agent = ToolCallingAgent([], managed_agents=[helper], **common)
+        assert isinstance(agent.run(QUESTION), str)
+        assert agent.memory.steps[1].tool_calls, "no call"
+
+    def example_stream(self) -> None:
+        """The steps of an agent as they come."""
+        from smolagents import FinalAnswerStep, ToolCallingAgent, tool
+
+        agent = ToolCallingAgent([tool(get_weather)], self.model, max_steps=1, verbosity_level=-1, stream_outputs=True)
+        *_, last = agent.run(QUESTION, stream=True)
+        assert isinstance(last, FinalAnswerStep), last
 
 
 class AutoGen:
@@ -486,6 +630,24 @@ class AutoGen:
         agent = self.agent("assistant", self.client, tools=[tool], output_content_type=Report)
         check_loop_with_report((await agent.run(task=QUESTION)).messages[-1].content)
 
+    def team(self) -> Any:
+        """Two agents that take turns."""
+        from autogen_agentchat.conditions import MaxMessageTermination
+        from autogen_agentchat.teams import RoundRobinGroupChat
+
+        members = [self.agent(name, self.client, system_message="Be brief.") for name in ("writer", "critic")]
+        return RoundRobinGroupChat(members, termination_condition=MaxMessageTermination(3))
+
+    async def example(self) -> None:
+        _, *answers = (await self.team().run(task=QUESTION)).messages
+        assert [message.source for message in answers] == ["writer", "critic"]
+        for message in answers:
+            check_answer(message.content)
+
+    async def example_stream(self) -> None:
+        *_, result = [item async for item in self.team().run_stream(task=QUESTION)]
+        check_answer(result.messages[-1].content)  # type: ignore[union-attr]
+
 
 class DSPy:
     def __init__(self, url: str, key: str) -> None:
@@ -503,6 +665,23 @@ class DSPy:
         predict = self.dspy.streamify(self.dspy.Predict("question -> answer"), stream_listeners=[listener])
         *_, last = [item async for item in predict(question=QUESTION)]
         check_answer(last.answer)
+
+    def example(self) -> None:
+        """A program of two steps, and some runs of it at once."""
+        dspy = self.dspy
+
+        class Twice(dspy.Module):  # type: ignore[name-defined,misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = dspy.Predict("question -> answer"), dspy.Predict("question, draft -> answer")
+
+            def forward(self, question: str) -> Any:
+                return self.second(question=question, draft=self.first(question=question).answer)
+
+        program = Twice()
+        questions = [dspy.Example(question=QUESTION).with_inputs("question") for _ in range(3)]
+        for result in program.batch(questions, num_threads=2, disable_progress_bar=True):
+            check_answer(result.answer)
 
 
 class Instructor:
@@ -549,6 +728,28 @@ class Instructor:
 
     def schema_stream(self) -> None:
         self.partial(self.instructor.Mode.JSON_SCHEMA)
+
+    def forecast(self) -> Any:
+        """Nested models with classes and bounds."""
+        from typing import Literal
+
+        from pydantic import Field, create_model
+
+        place = create_model("Place", city=(str, ...), sky=(Literal["clear", "cloudy"], ...))
+        places = Field(min_length=1, max_length=3)
+        return create_model("Forecast", places=(list[place], places), certainty=(int, Field(ge=0, le=9)))  # type: ignore[valid-type]
+
+    def example(self) -> None:
+        filled = self.create(response_model=self.forecast(), max_retries=2)
+        assert 1 <= len(filled.places) <= 3 and 0 <= filled.certainty <= 9
+
+    def example_stream(self) -> None:
+        """The object as it grows."""
+        forecast = self.forecast()
+        *_, last = self.instructor.from_openai(self.openai).chat.completions.create_partial(
+            model="policy", messages=MESSAGES, response_model=forecast
+        )
+        forecast.model_validate(last.model_dump())
 
 
 class OpenAIAgents:
@@ -602,6 +803,24 @@ class OpenAIAgents:
     async def tools_schema(self) -> None:
         check_loop_with_report(await self.run(tools=[self.tool()], output_type=Report))
 
+    def triage(self) -> Any:
+        """An agent that hands over to one of two others."""
+        others = [self.agents.Agent(name, model="policy", instructions="Be brief.") for name in ("weather", "sport")]
+        forced = self.agents.ModelSettings(tool_choice="required")
+        return self.agents.Agent("triage", model="policy", handoffs=others, model_settings=forced)
+
+    async def example(self) -> None:
+        result = await self.agents.Runner.run(self.triage(), QUESTION)
+        assert result.last_agent.name in ("weather", "sport"), result.last_agent.name
+        check_answer(result.final_output)
+
+    async def example_stream(self) -> None:
+        result = self.agents.Runner.run_streamed(self.triage(), QUESTION)
+        events = [event async for event in result.stream_events()]
+        names = [event.new_agent.name for event in events if event.type == "agent_updated_stream_event"]
+        assert names[0] == "triage" and names[1] in ("weather", "sport"), names
+        check_answer(result.final_output)
+
 
 class Agno:
     def __init__(self, url: str, key: str) -> None:
@@ -649,6 +868,21 @@ class Agno:
 
     def tools_schema(self) -> None:
         check_loop_with_report(self.agent(tools=[get_weather], output_schema=Report).run(QUESTION).content)
+
+    def example(self) -> None:
+        """An agent that remembers its session."""
+        from agno.db.in_memory import InMemoryDb
+
+        agent = self.agent(db=InMemoryDb(), add_history_to_context=True)
+        for _ in range(2):
+            check_answer(agent.run(QUESTION, session_id="1").content)
+        assert len(agent.get_chat_history("1")) == 4
+
+    async def example_stream(self) -> None:
+        """Events of a run with a tool."""
+        events = self.agent(tools=[get_weather]).arun(QUESTION, stream=True, stream_events=True)
+        kinds = [event.event async for event in events]
+        assert {"RunStarted", "ToolCallStarted", "ToolCallCompleted", "RunCompleted"} <= {*kinds}, kinds
 
 
 class Haystack:
@@ -707,6 +941,22 @@ class Haystack:
         # The client asks for strict tools beside a format.
         said = self.loop(self.generator(generation_kwargs=self.form(), tools_strict=True))
         check_loop_with_report(Report.model_validate_json(said))
+
+    def example(self, **options: Any) -> None:
+        """A pipeline of a prompt's template and the model."""
+        from haystack import Pipeline
+        from haystack.components.builders import ChatPromptBuilder
+        from haystack.dataclasses import ChatMessage
+
+        pipeline = Pipeline()
+        template = [ChatMessage.from_user("What is the weather in {{ city }}?")]
+        pipeline.add_component("prompt", ChatPromptBuilder(template=template, required_variables=["city"]))
+        pipeline.add_component("model", self.generator(**options))
+        pipeline.connect("prompt.prompt", "model.messages")
+        check_answer(pipeline.run({"prompt": {"city": "Paris"}})["model"]["replies"][0].text)
+
+    def example_stream(self) -> None:
+        self.example(streaming_callback=lambda chunk: None)
 
 
 class LlamaIndex:
@@ -771,6 +1021,24 @@ class LlamaIndex:
         """The loop ends, and a forced call makes an object of it, as by default."""
         check_loop_with_report((await self.run(output_cls=Report)).get_pydantic_model(Report))
 
+    def example(self) -> None:
+        """A conversation that the library keeps."""
+        from llama_index.core.chat_engine import SimpleChatEngine
+
+        engine = SimpleChatEngine.from_defaults(llm=self.model, system_prompt="Be brief.")
+        for _ in range(2):
+            check_answer(str(engine.chat(QUESTION)))
+        assert len(engine.chat_history) == 4
+
+    async def example_stream(self) -> None:
+        """Events of an agent in a workflow."""
+        from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, ToolCallResult
+
+        running = AgentWorkflow.from_tools_or_functions([get_weather], llm=self.model).run(user_msg=QUESTION)
+        events = [event async for event in running.stream_events()]
+        assert any(isinstance(event, ToolCallResult) for event in events), events
+        check_loop([event for event in events if isinstance(event, AgentStream)][-1].response)
+
 
 LIBRARIES = dict(
     zip(
@@ -807,9 +1075,9 @@ def main(library: str, url: str, key: str) -> None:
                 call(runner, getattr(client, case))
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}"[:600]
-            # Its own mark, because some libraries write to standard output.
+            # On a line of its own with its own mark, because some libraries write to standard output.
             result = {"library": library, "version": version(PACKAGES[library]), "case": case, "error": error}
-            print("RESULT " + json.dumps(result), flush=True)
+            print("\nRESULT " + json.dumps(result), flush=True)
 
 
 def rollout(library: str) -> None:

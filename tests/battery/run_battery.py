@@ -33,7 +33,8 @@ MEANING = {
     "forced": "a call that must happen (`required`, `any`, or a named tool), or structured output by such a call",
     "schema": "structured output by a JSON schema",
     "tools_schema": "a tool loop that ends in structured output",
-    "stream, ..._stream": "the same as a stream",
+    "example": "a typical use from the library's documentation, in other words: agents that remember, hand over or form a team",
+    "stream, ..._stream": "the same, or another example, as a stream",
 }
 MARKS = {True: "yes", False: "**no**"}  # did all cases pass?
 
