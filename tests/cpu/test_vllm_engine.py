@@ -181,6 +181,16 @@ async def test_each_way_in_which_a_response_ends_has_its_stop_reason(vllm: Serve
     assert all(ids.index(1) == len(ids) - 1 for ids in ended), "the end of sequence is a sampled token too"
 
 
+async def test_long_prompts_with_seeds_are_sampled_from(vllm: Served) -> None:
+    """More tokens than vLLM's CPU engine takes in one step, of requests that each have their generator."""
+    prompts = [[3 + (first + i * i) % 40 for i in range(6000)] for first in range(3)]
+    output = await vllm.engine.generate(request(*prompts, max_tokens=6, temperature=1.0, seed=1))
+    for prompt, tokens, logprobs in zip(
+        prompts, output["response_ids"], output["response_logprobs"] or (), strict=True
+    ):
+        assert logprobs == pytest.approx(reference(tiny_model(0), prompt, tokens), abs=TOLERANCE)
+
+
 def masked_logprobs(
     structured: StructuredOutput, tokens: list[int], temperature: float = 1.0, top_p: float = 1.0
 ) -> list[float]:

@@ -72,7 +72,7 @@ def test_sizes_and_further_arguments_reach_vllm() -> None:
     assert (found["tensor_parallel_size"], found["device_ids"], found["enable_lora"]) == (2, [3, 1], True)
     assert (found["enable_expert_parallel"], found["scheduling_policy"]) == (True, "fcfs")
     assert found["logprobs_mode"] == "processed_logprobs"
-    assert not {"kv_cache_memory_bytes", "enforce_eager"} & found.keys()
+    assert not {"kv_cache_memory_bytes", "enforce_eager", "enable_chunked_prefill"} & found.keys()
     assert "device_ids" not in arguments(False) | arguments(True, devices=())
 
 

@@ -188,6 +188,9 @@ def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: 
         arguments["kv_cache_memory_bytes"] = blocks * CPU_BLOCK_TOKENS * kv_bytes_per_token
     if on_cpu:
         arguments["enforce_eager"] = True
+        # A part of a prompt samples a token that vLLM drops; it then sets the request's generator back, which those of CPUs
+        # cannot, so that a long prompt with a seed would end the engine.
+        arguments["enable_chunked_prefill"] = False
     return {**arguments, **settings.engine_args}
 
 
