@@ -3,7 +3,7 @@
     trainer   training ▓▓ step 41 ▓▓╲      ╱▓▓ step 42 ▓▓       counters: lag
               weight sync            ╲v41─╱╲                      arrows: group -> step -> weight sync -> requests
     groups    slot 1   [ group 660 ]─╱      ╲
-    engine 0  lane 1   [ v40 ]               [ v41 ]             counters: requests, tokens/s
+    engine 0  lane 1   [ v40 ]               [ v41 ]             counters: requests, tokens/s, KV cache
     actors    lane 1   [ environment ]  [ tool search ]
 
 The format is the JSON of "Trace Event Format" (Google, 2016): times in microseconds, here since the first event that is read.
@@ -84,6 +84,8 @@ def trace_events(segments: Sequence[EventSegment], t0: float, t1: float) -> list
             continue
         pid, requests = ENGINES + event["engine"], {"running": event["running"] or 0, "waiting": event["waiting"] or 0}
         trace.counter(pid, "requests", event["at"], requests)
+        if event["kv_cache_usage"] is not None:
+            trace.counter(pid, "KV cache", event["at"], {"in use": event["kv_cache_usage"]})
         if last is not None and event["at"] > last["at"]:
             tokens = (event["generated_tokens"] or 0) - (last["generated_tokens"] or 0)
             trace.counter(pid, "tokens/s", event["at"], {"sampled": max(0.0, tokens / (event["at"] - last["at"]))})

@@ -123,7 +123,9 @@ def test_counters_follow_engines_and_lag(events: list[Event]) -> None:
     for event in events:
         if event["ph"] == "C":
             counters[event["pid"], event["name"]].append(event["args"])
-    assert counters.keys() == {(TRAINER, "lag"), (ENGINES, "requests"), (ENGINES, "tokens/s")}
+    of_engine = {(ENGINES, name) for name in ("requests", "tokens/s", "KV cache")}
+    assert counters.keys() == {(TRAINER, "lag"), *of_engine}
+    assert counters[ENGINES, "KV cache"][0] == {"in use": 0.25}
     assert len(counters[TRAINER, "lag"]) == 7 and counters[TRAINER, "lag"][3] == {"mean": 2.0, "max": 2}
     assert counters[ENGINES, "requests"][0] == {"running": 4, "waiting": 0}
     assert counters[ENGINES, "tokens/s"][0] == {"sampled": pytest.approx(100.0, abs=1e-3)}  # times have 0.2 us

@@ -481,7 +481,7 @@ def _engines(events: Iterable[dict[str, Any]], t0: float, t1: float) -> dict[int
             tokens = event["generated_tokens"] - previous["generated_tokens"]
             speed = tokens / passed if passed > 0 and tokens >= 0 else None  # an engine that restarted begins at 0
         facts = [event[name] for name in ("state", "version", "running", "waiting", "paused")]
-        points.setdefault(number, []).append([event["at"], *facts, speed, event.get("kv_cache_usage")])
+        points.setdefault(number, []).append([event["at"], *facts, speed, event["kv_cache_usage"]])
     return {number: rows[:: -(-len(rows) // MAX_ENGINE_POINTS)] for number, rows in sorted(points.items())}
 
 
