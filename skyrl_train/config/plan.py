@@ -135,6 +135,14 @@ def _run_rows(plan: Plan) -> Rows:
         ("mode", plan.mode.value if trainer.mode == plan.mode else f"{trainer.mode} ({plan.mode})"),
         ("model", f"{model} ({policy.dtype}, on {trainer.device}, {executor})"),
     ]
+    engine = plan.config.generator.inference_engine
+    slow = ["trainer.policy.dtype"] * (trainer.device != "cpu" and policy.dtype == "float32" and not trainer.tf32)
+    slow += ["generator.inference_engine.dtype"] * (engine.device != "cpu" and engine.dtype == "float32")
+    if slow:
+        said = (
+            f"{' and '.join(f'{key}=float32' for key in slow)}: a GPU multiplies bfloat16 matrices many times as fast"
+        )
+        rows.append(("precision", f"{said}; set {' '.join(f'{key}=bfloat16' for key in slow)}"))
     if trainer.init_from is not None:
         rows.append(("starts from", f"the policy of {trainer.init_from}"))
     if lora.rank:

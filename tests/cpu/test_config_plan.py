@@ -553,3 +553,19 @@ def test_the_description_names_the_staleness_policys_guarantee() -> None:
 def test_a_shortened_run_says_that_its_warm_up_is_longer() -> None:
     plan = resolve(settings("trainer.max_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=10"), 100)
     assert "warm-up 10 steps, which this run does not reach the end of" in plan.describe()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "slow"),
+    [
+        ([], []),
+        (["trainer.device=cuda"], ["trainer.policy.dtype"]),
+        (["trainer.device=cuda", "trainer.tf32=true"], []),
+        (["trainer.device=cuda", "trainer.policy.dtype=bfloat16"], []),
+        (["trainer.device=cuda", f"{ENGINE}.device=cuda"], ["trainer.policy.dtype", f"{ENGINE}.dtype"]),
+    ],
+)
+def test_a_plan_says_that_float32_is_slow_on_a_gpu(overrides: list[str], slow: list[str]) -> None:
+    lines = resolve(settings(*overrides, base="quickstart"), 64).describe().splitlines()
+    said = " ".join(line for line in lines if line.split()[0] == "precision")
+    assert [key for key in ("trainer.policy.dtype", f"{ENGINE}.dtype") if f"{key}=bfloat16" in said] == slow
