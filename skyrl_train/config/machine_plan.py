@@ -55,9 +55,9 @@ GLOO_BYTES_S = 1.5e9  # of a process that sends: TCP and copies by a CPU (on pap
 RAY_RELAY_BYTES_S = 0.6e9  # to an engine in Ray on another node by shared_memory (on paper)
 SLEEP_S, WAKE_S = 0.04, 0.2  # vLLM's engines in turns with the trainer
 # Processor seconds of the control process for a turn through the endpoint and for each of its tokens, with the endpoint in that
-# process or in rollout actors; for a trajectory; for a token in vLLM's front end: benchmarks/control_scale.py on a busy machine
-ENDPOINT_TURN, ACTORS_TURN = (1.9e-3, 18e-6), (2.9e-3, 5.6e-6)
-TRAJECTORY_S, VLLM_TOKEN_S = 1.1e-3, 73e-6
+# process or in rollout actors; for a trajectory; for a token in vLLM's front end: benchmarks/control_scale.py
+ENDPOINT_TURN, ACTORS_TURN = (3.6e-3, 11e-6), (2.2e-3, 5.4e-6)
+TRAJECTORY_S, VLLM_TOKEN_S = 1.2e-3, 66e-6
 CONTROL_LIMIT = 0.6  # of a core; above it, requests wait for each other
 ENGINE_OWN_BYTES = 2 * _GIB  # of vLLM's share: activations of a prefill, context
 ASLEEP_BYTES = int(1.8 * _GIB)  # of both processes' contexts and CUDA graphs while an engine sleeps
