@@ -114,6 +114,8 @@ class RunScreens(App[None]):
             shown = self.query_one(TabbedContent).active
             content = self._read_text(shown)
             samples = step_rows(self._watched.path, "train", self._step) if shown == "samples" else None
+        except OSError as error:  # a network file system may fail for a while
+            report, shown, content, samples = None, "log", Text(visible(f"The run cannot be read: {error}")), None
         finally:
             self._reading.release()
         if not get_current_worker().is_cancelled:  # the reader has left
@@ -163,14 +165,17 @@ class RunScreens(App[None]):
         table.clear(columns=True)
         table.add_columns("step", "group", "sample", "reward", "lag", "end", "prompt", "response")
         for row in samples["rows"]:
-            if "row" in row:  # one with tokens
-                facts = (samples["step"], row["group_index"], row["sample"], f"{row['reward']:.3f}", row["lag"])
-                texts = (
-                    " ".join(visible(str(row[name] or "")).split()) for name in ("stop_reason", "prompt", "response")
-                )
-                table.add_row(*(str(fact) for fact in facts), *map(Text, texts), key=str(row["row"]))
-        if not samples["rows"]:
+            if "row" in row:  # it has tokens
+                texts = [samples["step"], row["group_index"], row["sample"], _number(row["reward"]), row["lag"]]
+                texts += [row["stop_reason"], row["prompt"], row["response"]]
+                cells = (" ".join(visible("" if text is None else str(text)).split()) for text in texts)
+                table.add_row(*map(Text, cells), key=str(row["row"]))
+        if not table.row_count:
             self.query_one("#sample", Static).update("No samples are recorded yet.")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def version_style(version: int) -> Style:
@@ -237,7 +242,7 @@ def _lane(group: dict[str, Any], columns: int, column: Any) -> Text:
 
 def sample_text(sample: dict[str, Any]) -> Text:
     """Draw a row of the recorded samples: the prompt, and each token of the response in the colour of its policy version."""
-    reward = f"reward {sample['reward']:.3f}, lag {sample['lag']}, end: {sample['stop_reason']}"
+    reward = f"reward {_number(sample['reward'])}, lag {sample['lag']}, end: {sample['stop_reason']}"
     text = Text(visible(f"{reward}, prompt {sample['uid']}\n\n"), style="bold")
     text.append(visible(sample["prompt"] or ""), "dim")
     ids = sample["response_token_ids"] or []
@@ -256,9 +261,8 @@ def failures_text(found: dict[str, Any] | None) -> Text:
     text = Text()
     for row in found["alarms"]:
         until = f" to {row['ended']}" if row["ended"] is not None else ""
-        text.append(
-            f"{row['level']} {row['id']} from step {row['step']}{until}: ", "bold red" * (row["level"] == "alarm")
-        )
+        what = visible(f"{row['level']} {row['id']} from step {row['step']}{until}: ")
+        text.append(what, "bold red" if row["level"] == "alarm" else "bold")
         text.append(visible(f"{row['finding']} {row['action']}\n"))
     for row in found["failures"]:
         text.append(
@@ -267,7 +271,7 @@ def failures_text(found: dict[str, Any] | None) -> Text:
         text.append(visible(f"{row['reason']}\n"))
         text.append(f"    again: {visible(row['again'])}\n", "dim")
     for row in found["warnings"]:
-        text.append(f"{row['count']} x {row['level'].lower()}, ", "bold")
+        text.append(visible(f"{row['count']} x {row['level'].lower()}, "), "bold")
         text.append(f"{_when(row['last'])}: {visible(row['text'])}\n")
     return text if text else Text("Nothing failed.")
 
@@ -280,7 +284,7 @@ def settings_text(rows: Sequence[dict[str, Any]]) -> Text:
     """Draw the settings that differ from their defaults."""
     lines = [
         Text.assemble(
-            (row["key"], "bold"), visible(f" = {row['value']!r}"), (visible(f"  ({row['default']!r})"), "dim")
+            (visible(row["key"]), "bold"), visible(f" = {row['value']!r}"), (visible(f"  ({row['default']!r})"), "dim")
         )
         for row in rows
         if row["differs"]

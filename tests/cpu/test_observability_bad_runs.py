@@ -20,7 +20,9 @@ from skyrl_train.events import reader
 from skyrl_train.events.log import EVENTS, SEGMENT_BYTES, compress_closed, segment_paths
 from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.readers import timeline
+from skyrl_train.observability.readers.panel import WatchedRun
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, FINISHED, METRICS, SAMPLES
+from skyrl_train.observability.screens import SCREENS, RunScreens
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m\x07"
 
@@ -171,6 +173,26 @@ def test_every_reader_copes_and_only_reads(
     assert len(opened.metrics) <= 5 and len(opened.samples) >= 0 and opened.events.counts is not None
     assert isinstance(opened.advice, list)
     assert content(runs) == before
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+async def test_every_screen_of_watch_copes_and_only_reads(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    run = RecordedRun(tmp_path / "bad-1", steps=5).path
+    (run / "logs").mkdir()
+    (run / "logs" / "trainer.log").write_text(HOSTILE)
+    damage(run)
+    before = content(tmp_path)
+    app = RunScreens(WatchedRun(run), poll_s=600.0)
+    async with app.run_test(size=(120, 40)) as pilot:
+        for number in range(1, len(SCREENS) + 1):
+            await pilot.press(str(number))
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+            await app.workers.wait_for_complete()  # the sample under the cursor
+            shown = "".join(segment.text for line in app.screen._compositor.render_strips() for segment in line)
+            assert not {"\u202e", "\x07", "\x1b"} & set(shown), "characters that steer the terminal"
+            assert "Reading ..." not in shown
+    assert content(tmp_path) == before
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ class EventSegment:
                     event["groups"] = [int(group) for group in event["groups"] if event["kind"] != "lost"]
                 if event["kind"] == "request":
                     event["segments"] = [
-                        [version, tokens, t0 + self.offset, t1 + self.offset, engine]
+                        [int(version), int(tokens), t0 + self.offset, t1 + self.offset, engine]
                         for version, tokens, t0, t1, engine in event["segments"]
                     ]
             except (ValueError, KeyError, TypeError):
