@@ -58,7 +58,11 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | P
     """
     settings_of_run = Path(config_name) / "config.yaml"
     if Path(config_name).name != config_name and settings_of_run.is_file():
-        return with_overrides(from_yaml(settings_of_run.read_text(encoding="utf-8"), str(settings_of_run)), overrides)
+        try:
+            text = settings_of_run.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{settings_of_run} cannot be read: {error}") from error
+        return with_overrides(from_yaml(text, str(settings_of_run)), overrides)
     folder, name = _locate(config_name, config_dir)
     # A user's recipe may build on the library's, which hydra finds through its search path.
     prepared = [*_prepare(overrides), f"hydra.searchpath=['file://{RECIPES}']"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
 from textual.worker import get_current_worker
 
+from skyrl_train.errors import SkyRLError
 from skyrl_train.observability.readers.incidents import incidents, log_end, log_files
 from skyrl_train.observability.readers.panel import WatchedRun
 from skyrl_train.observability.readers.samples import step_rows, whole_sequence
@@ -27,9 +28,14 @@ from skyrl_train.observability.screen import Progress, RunPanel, StepReport, vis
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9")
 SCREENS = ("run", "timeline", "samples", "failures", "settings", "log")
 LABEL = 8  # characters before a lane
-MAX_LANES = 200
+STEPS, MAX_LANES = 3, 60  # of the timeline
 LOG_LINES = 500
+CLOCK_S, TIMELINE_S = (
+    2.0,
+    3.0,
+)  # between two drawings of the panel, where only the time has changed, and of the timeline
 READING = "Reading ..."
+Drawn = Text | dict[str, Any] | None
 TRAINING = {"update_policy": "█", "accumulate": "█", "finish_update": "█", "wait_for_batch": "·"}
 
 
@@ -57,7 +63,9 @@ class RunScreens(App[None]):
         self._panel = RunPanel(watched.title, progress)
         self._step = 0  # whose samples are shown; 0: of the newest step
         self._samples: dict[str, Any] = {}
-        self._reading = threading.Lock()
+        self._reading = self._look_again = False
+        self._drawn: tuple[object, ...] = ()  # what the shown screen is made of
+        self._clock_at = 0.0  # not before, the timeline is drawn again, or a panel of which only the time has changed
 
     def compose(self) -> ComposeResult:
         with TabbedContent(initial="run"):
@@ -79,11 +87,14 @@ class RunScreens(App[None]):
 
     def on_mount(self) -> None:
         self.look()
-        self.set_interval(self._poll_s, lambda: self.look(wait=False))
+        self.set_interval(self._poll_s, self.look)
 
     def action_show(self, name: str) -> None:
         """Show a screen."""
         self.query_one(TabbedContent).active = name
+        for part in self.query(f"#{name} DataTable, #{name} VerticalScroll").results():
+            self.call_after_refresh(part.focus)  # once it is shown, so that arrows move in it
+            break
         self.look()
 
     def action_other_step(self, by: int) -> None:
@@ -98,34 +109,38 @@ class RunScreens(App[None]):
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
         """Show the sample under the cursor."""
         if event.row_key.value is not None:
+            if event.cursor_row > 0:  # the reader has chosen one: a newer step must not take its place
+                self._step = self._samples["step"]
             self.read_sample(self._samples["step"], int(event.row_key.value))
 
-    @work(thread=True, group="look")
-    def look(self, wait: bool = True) -> None:
-        """Read the run, and draw the screen that is shown.
-
-        Args:
-            wait: for the end of a look under way; otherwise nothing is done.
-        """
-        if not self._reading.acquire(blocking=wait):
+    def look(self) -> None:
+        """Read the run in a thread, and draw the screen that is shown, unless nothing has changed."""
+        if self._reading:  # once more behind it: the reader may have gone to another screen
+            self._look_again = True
             return
+        self._reading, self._look_again = True, False
+        self._read(self.query_one(TabbedContent).active, self._step, self.size.width - 4)
+
+    @work(thread=True)
+    def _read(self, shown: str, step: int, width: int) -> None:
+        drawn: Drawn = None
         try:
             report = self._watched.poll()
-            shown = self.query_one(TabbedContent).active
-            content = self._read_text(shown)
-            samples = step_rows(self._watched.path, "train", self._step) if shown == "samples" else None
-        except OSError as error:  # a network file system may fail for a while
-            report, shown, content, samples = None, "log", Text(visible(f"The run cannot be read: {error}")), None
-        finally:
-            self._reading.release()
+            state = (shown, step, width, *self._watched.parts.values())
+            if shown == "timeline" and state[:3] == self._drawn[:3] and time.monotonic() < self._clock_at:
+                state = self._drawn  # events come all the time
+            if state != self._drawn or shown == "log":  # logs are no part of it
+                drawn = step_rows(self._watched.path, "train", step) if shown == "samples" else self._text(shown, width)
+        except (OSError, SkyRLError) as error:  # it was removed, or a network file system fails for a while
+            report, state, drawn = None, (), Text(visible(f"The run cannot be read now: {error}"))
         if not get_current_worker().is_cancelled:  # the reader has left
-            self.call_from_thread(self._draw, shown, report, content, samples)
+            self.call_from_thread(self._draw, shown, report, drawn, state)
 
-    def _read_text(self, name: str) -> Text:
+    def _text(self, name: str, width: int) -> Text | None:
         watched = self._watched
         match name:
             case "timeline":
-                return timeline_text(watched.store.window(None, None), self.size.width - 4)
+                return timeline_text(watched.store.window(None, None, STEPS), width)
             case "failures":
                 return failures_text(incidents(watched.store))
             case "settings":
@@ -136,19 +151,25 @@ class RunScreens(App[None]):
                 file = TRAINER_LOG if TRAINER_LOG in names else next(iter(names), "")
                 text = (log_end(logs, file) if file else None) or "Nothing is logged yet."
                 return Text("\n".join(visible(text).splitlines()[-LOG_LINES:]))
-        return Text()
+        return None
 
-    def _draw(self, shown: str, report: StepReport | None, content: Text, samples: dict[str, Any] | None) -> None:
+    def _draw(self, shown: str, report: StepReport | None, drawn: Drawn, state: tuple[object, ...]) -> None:
+        self._reading, unchanged, self._drawn = False, state == self._drawn, state
         if report is not None:
             self._panel.update(report)
         else:
             self._panel.waiting(self._watched.in_flight, self._watched.failures)
-        if shown == "run":
+        if isinstance(drawn, Text):
+            widget = {"run": "panel", "samples": "sample"}.get(shown, f"{shown}-text")
+            self.query_one(f"#{widget}", Static).update(drawn)
+            self._clock_at = time.monotonic() + TIMELINE_S
+        elif drawn is not None:
+            self._draw_samples(drawn)
+        elif shown == "run" and not (unchanged and time.monotonic() < self._clock_at):
+            self._clock_at = time.monotonic() + CLOCK_S
             self.query_one("#panel", Static).update(self._panel.draw())
-        elif samples is not None:
-            self._draw_samples(samples)
-        else:
-            self.query_one(f"#{shown}-text", Static).update(content)
+        if self._look_again:
+            self.look()
 
     @work(thread=True, exclusive=True, group="sample")
     def read_sample(self, step: int, row: int) -> None:
@@ -158,9 +179,9 @@ class RunScreens(App[None]):
             self.call_from_thread(self.query_one("#sample", Static).update, sample_text(sample))
 
     def _draw_samples(self, samples: dict[str, Any]) -> None:
-        if (samples["step"], len(samples["rows"])) == (self._samples.get("step"), len(self._samples.get("rows", ()))):
+        before, self._samples = self._samples, samples
+        if all(samples[part] == before.get(part) for part in ("step", "rows")):
             return
-        self._samples = samples
         table = self.query_one("#sample-rows", DataTable)
         table.clear(columns=True)
         table.add_columns("step", "group", "sample", "reward", "lag", "end", "prompt", "response")
@@ -197,7 +218,7 @@ def timeline_text(window: dict[str, Any] | None, width: int) -> Text:
     columns = max(10, width - LABEL)
 
     def column(at: float) -> int:
-        return min(columns - 1, max(0, int((at - t0) / max(t1 - t0, 1e-9) * columns)))
+        return int(min(columns - 1, max(0, (at - t0) / max(t1 - t0, 1e-9) * columns)))
 
     trainer = [" "] * columns
     for name, _, begin, end in window["spans"]:
@@ -205,8 +226,14 @@ def timeline_text(window: dict[str, Any] | None, width: int) -> Text:
             # The activities of a weight sync lie beside training.
             trainer[place] = TRAINING.get(name) or (trainer[place] if trainer[place] != " " else "~")
     lines = [Text(f"{'trainer':{LABEL}}{''.join(trainer)}")]
-    shown = [group for group in window["groups"] if group["end"] > t0][-MAX_LANES:]
-    lines += [_lane(group, columns, column) for group in reversed(shown)]
+    # Those that ended as the window begins belong to the step before, unless there are no others.
+    groups = [group for group in window["groups"] if group["end"] > t0] or window["groups"]
+    lines += [_lane(group, columns, column) for group in reversed(groups[-MAX_LANES:])]
+    if (lanes := min(len(groups), MAX_LANES)) < window["all_groups"]:
+        which = "the longest" if window["density"] is not None else "the newest"
+        lines.append(
+            Text(f"{lanes} of {window['all_groups']} groups are shown, {which}; the page shows all", style="dim")
+        )
     seconds = Text(
         f"{'':{LABEL}}{t1 - t0:.1f} s; █ training, · waiting for groups, ~ weight sync and others", style="dim"
     )
@@ -235,8 +262,8 @@ def _lane(group: dict[str, Any], columns: int, column: Any) -> Text:
         cell, style = ends.get(group["state"], ("✗", Style(dim=True)))
         fill(group["end"], group["end"], cell, style)
     lane = Text(f"#{group['group']}".ljust(LABEL))
-    for cell, style in cells:
-        lane.append(cell, style)
+    for style, equal in itertools.groupby(cells, key=lambda cell: cell[1]):
+        lane.append("".join(cell for cell, _ in equal), style)
     return lane
 
 
@@ -247,9 +274,8 @@ def sample_text(sample: dict[str, Any]) -> Text:
     text.append(visible(sample["prompt"] or ""), "dim")
     ids = sample["response_token_ids"] or []
     pieces: Sequence[str] = sample["response_pieces"] or [f"<{token}>" for token in ids]
-    for place, piece in enumerate(pieces):
-        sampled = sample["sampled"] is None or sample["sampled"][place]
-        version = sample["versions"][place] if sample["versions"] else -1
+    versions = sample["versions"] or itertools.repeat(-1)
+    for piece, sampled, version in zip(pieces, sample["sampled"] or itertools.repeat(True), versions, strict=False):
         text.append(visible(piece), version_style(version) if sampled else "dim")
     return text
 

@@ -96,6 +96,7 @@ def with_hostile_texts(run: Path) -> None:
     also = {"t": rows[-1]["t"], "m": rows[-1]["m"], "group": 1, "attempt": 1, "reason": HOSTILE}
     write_lines(plain, [*rows, {"kind": "retried", **also}])
     write_lines(run / METRICS, [{**row, HOSTILE: 1.0} for row in lines_of(run / METRICS)])
+    write_lines(run / EVALUATIONS, [{"step": 1, "policy_version": HOSTILE, f"eval/pass@1{HOSTILE}": 0.5}])
     (run / CONFIG).write_text(yaml.safe_dump({"trainer": {"mode": HOSTILE, HOSTILE: HOSTILE}}))
 
 

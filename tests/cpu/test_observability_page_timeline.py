@@ -371,4 +371,5 @@ def test_the_turns_of_a_sample_are_those_of_its_successful_attempt_and_of_its_ow
     ]
     assert turns[2]["tokens"] == [[0, 3], [1, 2]] and turns[2]["seams"] == ["update"]
     assert [turn["begin"] for turn in store.turns(7, 0, took_s=2.0, before=40.0)] == [30.5]
-    assert store.turns(7, 0, took_s=1.0, before=1.0) == [] == store.turns(8, 0, took_s=1.0, before=40.0)
+    assert [turn["begin"] for turn in store.turns(7, 0, took_s=2.0, before=1.0)] == [30.5], "the clock was set back"
+    assert store.turns(8, 0, took_s=1.0, before=40.0) == []

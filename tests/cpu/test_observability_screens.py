@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ async def test_each_key_shows_its_screen(run: Path) -> None:
             if name == "samples":
                 table = app.query_one(DataTable)
                 assert table.row_count == 8 and [str(cell) for cell in table.get_row_at(0)][:3] == ["8", "28", "0"]
+                await pilot.press("down")  # the reader has chosen a sample, and stays in its step
                 await pilot.press("comma")
                 await app.workers.wait_for_complete()
                 await pilot.pause()
@@ -110,3 +112,66 @@ def test_a_lane_has_the_versions_of_its_tokens_in_their_time(tmp_path: Path) -> 
     offset = store.window(0.0, 1e12)["first"] - 110.0  # type: ignore[index]  # Unix times
     lane = timeline_text(store.window(100.0 + offset, 110.0 + offset), 28).plain.splitlines()[-1]
     assert lane.startswith("#5") and lane[8:] == "1" * 10 + "2" * 10
+
+
+async def test_a_chosen_sample_stays_when_a_step_ends(tmp_path: Path) -> None:
+    path = RecordedRun(tmp_path / "run", steps=3).path
+    metrics, newest = path / "metrics.jsonl", path / "samples" / "step_000003.parquet"
+    later = newest.rename(tmp_path / "later.parquet")
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:2]))
+    app = RunScreens(WatchedRun(path), poll_s=600.0)
+
+    async def settled() -> None:
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("3")
+        await settled()
+        await pilot.press("down", "down")
+        await settled()
+        later.rename(newest)
+        metrics.write_text("".join(lines))
+        app.look()
+        await settled()
+        table = app.query_one(DataTable)
+        assert (table.cursor_row, str(table.get_row_at(0)[0])) == (2, "2")
+        await pilot.press("full_stop")
+        await settled()
+        assert str(table.get_row_at(0)[0]) == "3"
+
+
+async def test_a_run_that_is_removed_is_said_on_the_screen(tmp_path: Path) -> None:
+    path = RecordedRun(tmp_path / "run", steps=3).path
+    app = RunScreens(WatchedRun(path), poll_s=600.0)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        shutil.rmtree(path)
+        app.look()
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "cannot be read now" in text_of(app, "panel")
+
+
+async def test_what_has_not_changed_is_not_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = WatchedRun(run)
+    windows = []
+    monkeypatch.setattr(watched.store, "window", lambda *arguments: windows.append(arguments))
+    app = RunScreens(watched, poll_s=600.0)
+    async with app.run_test() as pilot:
+        await pilot.press("2")
+        for _ in range(3):
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+            app.look()
+        await app.workers.wait_for_complete()
+    assert len(windows) == 1
+
+
+def test_the_groups_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    path = RecordedRun(tmp_path / "run", steps=8, groups=60, samples=8).path
+    lines = timeline_text(EventStore(path / EVENTS).window(None, None, 6), 100).plain.splitlines()
+    lanes = sum(line.startswith("#") for line in lines)
+    assert lanes > 0 and lines[-1].startswith(f"{lanes} of ") and "the longest" in lines[-1]

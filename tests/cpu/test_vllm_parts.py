@@ -365,4 +365,4 @@ def test_the_newer_model_runner_tells_its_requests_and_their_blocks() -> None:
         req_states=SimpleNamespace(req_id_to_index={"a": 0, "b": 2}),
         block_tables=SimpleNamespace(num_blocks=SimpleNamespace(np=blocks)),
     )
-    assert worker.skyrl_held_requests() == (2, 0.1)
+    assert (worker.skyrl_held_requests(), worker.skyrl_kv_cache_usage()) == (2, 0.1)

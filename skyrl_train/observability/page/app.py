@@ -186,11 +186,12 @@ class _Page:
         found = whole_sequence(
             self._sampled(query), _text(query, "phase"), _number(query, "step"), _number(query, "row")
         )
-        if found is None or found["phase"] != "train" or not (found["time"] and found["generation_s"]):
+        if found is None or found["phase"] != "train":
             return found
-        store = self._store(_text(query, "run"))
-        took_s, time = found["generation_s"], found["time"]
-        return {**found, "turns": store.turns(found["group_index"], found["sample"], took_s, time)}
+        facts = [found[name] for name in ("group_index", "sample", "generation_s", "time")]
+        if None in facts:  # a file of another version
+            return found
+        return {**found, "turns": self._store(_text(query, "run")).turns(*facts)}
 
     def prompt(self, query: QueryParams) -> Any:
         return prompt_rows(self._sampled(query), _text(query, "uid"))

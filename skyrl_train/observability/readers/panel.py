@@ -37,6 +37,7 @@ class WatchedRun:
         rewards: the mean rewards of earlier steps, some of them if there are many.
         in_flight: groups in generation after the newest step.
         failures: up to the newest step.
+        parts: the fingerprints of its files at the last look.
     """
 
     def __init__(self, root: Path) -> None:
@@ -57,7 +58,7 @@ class WatchedRun:
         self.title = visible(f"{root if self._name == '.' else root / self._name} ({self.header['mode']})")
         self.in_flight, self.failures = 0, Failures()
         self._step, self._elapsed_s, self._read_at = 0, 0.0, time.monotonic()
-        self._seen: dict[str, str] = {}
+        self.parts: dict[str, str] = {}
 
     @property
     def total_steps(self) -> int:
@@ -77,9 +78,9 @@ class WatchedRun:
     def poll(self) -> StepReport | None:
         """Read what is new. Returns the newest step if it was not there at the last call."""
         self.header = self._runs.row(self._name)
-        if self._seen == (parts := fingerprint(self.path)):
+        if self.parts == (parts := fingerprint(self.path)):
             return None
-        self._seen = parts
+        self.parts = parts
         newest = spread_rows(self._runs.file(self._name, METRICS), 1)
         if not newest or newest[-1]["step"] == self._step:
             return None
@@ -101,7 +102,7 @@ class WatchedRun:
         ]
         report = step_report(self._step, numbers, saved, self.failures)
         advice = run_advice(self._table.columns(), self.store, self.settings)
-        return replace(report, evaluation="".join(evaluated), advice=advice)
+        return replace(report, evaluation=visible("".join(evaluated)), advice=advice)
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, float]:

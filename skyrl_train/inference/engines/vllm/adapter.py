@@ -268,13 +268,13 @@ class AsyncLLMAdapter(VLLMLink):
         # Aborts take effect between two steps of the scheduler; each look waits for one.
         for _ in range(ABORT_ROUNDS):
             # Counted here first: the workers' answer is then younger than the aborts of all that ended here.
-            if not max(self.unfinished(), (await self.held_requests())[0]):
+            if not max(self.unfinished(), await self.held_requests()):
                 return
         raise EngineError("vLLM still holds requests after they were aborted.")
 
     async def verify_empty(self, requests: Sequence[InFlightRequest]) -> None:
         """See :class:`VLLMLink`."""
-        if left := max(self.unfinished(), (await self.held_requests())[0]):
+        if left := max(self.unfinished(), await self.held_requests()):
             raise EngineError(f"vLLM still holds {left} requests after it reported them aborted.")
 
     async def any_begun(self, requests: Sequence[InFlightRequest]) -> bool:
@@ -291,11 +291,13 @@ class AsyncLLMAdapter(VLLMLink):
         """Return the number of requests whose last output has not been handled."""
         return int(self._llm.output_processor.get_num_unfinished_requests())
 
-    async def held_requests(self) -> tuple[int, float]:
-        """Return the number of requests in the fullest worker's batch (scheduled, and not ended), and the share of its KV cache
-        that they hold."""
-        held, usage = max(await self.on_workers("skyrl_held_requests"))
-        return int(held), float(usage)
+    async def held_requests(self) -> int:
+        """Return the number of requests in the fullest worker's batch: scheduled, and not ended."""
+        return max(map(int, await self.on_workers("skyrl_held_requests")))
+
+    async def kv_cache_usage(self) -> float:
+        """Return the share of its KV cache that the requests of the fullest worker hold."""
+        return max(map(float, await self.on_workers("skyrl_kv_cache_usage")))
 
     # Scheduling and weights ---------------------------------------------------------------------------------------
 

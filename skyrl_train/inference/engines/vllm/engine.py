@@ -445,7 +445,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
     async def health(self) -> EngineHealth:
         try:
             link, requests = self._alive()
-            held, kv_cache_usage = await link.held_requests()
+            held, kv_cache_usage = await asyncio.gather(link.held_requests(), link.kv_cache_usage())
         except EngineError:
             return EngineHealth(alive=False, policy_version=self.policy_version)
         # A request that is not streamed brings all its tokens at its end; count those that vLLM has of it by now.

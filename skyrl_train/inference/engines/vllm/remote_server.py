@@ -92,7 +92,8 @@ class EngineRoutes:
         # A dead engine answers no call, and without our extension its workers lack the method.
         if facts["dead"] or not facts["weight_reception"]:
             return facts
-        held, kv_cache_usage = max(await engine.collective_rpc("skyrl_held_requests"))
+        held = max(await engine.collective_rpc("skyrl_held_requests"))
+        kv_cache_usage = max(await engine.collective_rpc("skyrl_kv_cache_usage"))
         return facts | {
             "weight_version": await engine.get_weight_version(),
             "paused": bool(await engine.is_paused()),

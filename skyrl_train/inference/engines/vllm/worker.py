@@ -36,19 +36,23 @@ class WorkerExtension:
         """Return the machine of this worker, as :func:`machine` identifies it, and its process id."""
         return machine(), os.getpid()
 
-    def skyrl_held_requests(self) -> tuple[int, float]:
-        """Return the number of requests in the worker's own batch (scheduled, and not ended), and the share of the KV cache's
-        blocks that they hold."""
-        runner = self.model_runner
-        blocks = runner.kv_cache_config.num_blocks - 1  # block 0 stands for none
+    def skyrl_held_requests(self) -> int:
+        """Return the number of requests in the worker's own batch: those that were scheduled and have not ended."""
         # vLLM's two generations of model runners keep them under different names.
+        states = getattr(self.model_runner, "req_states", None)
+        return len(self.model_runner.requests if states is None else states.req_id_to_index)
+
+    def skyrl_kv_cache_usage(self) -> float:
+        """Return the share of the KV cache's blocks that the requests in the batch hold."""
+        runner = self.model_runner
+        blocks = max(1, int(runner.kv_cache_config.num_blocks) - 1)  # block 0 stands for none
         states = getattr(runner, "req_states", None)
         if states is None:
             used = {block for state in runner.requests.values() for group in state.block_ids for block in group} - {0}
-            return len(runner.requests), len(used) / blocks
+            return len(used) / blocks
         # Their numbers of blocks only: the blocks of a common prefix count for each request.
         places = [*states.req_id_to_index.values()]
-        return len(places), min(1.0, float(runner.block_tables.num_blocks.np[:, places].sum()) / blocks)
+        return min(1.0, float(runner.block_tables.num_blocks.np[:, places].sum()) / blocks)
 
     def skyrl_begin_broadcast(self, update: dict[str, Any], assignment: dict[str, Any]) -> None:
         """Begin to receive a broadcast update in a thread, in the group that ``BroadcastClient.assignments`` named."""
