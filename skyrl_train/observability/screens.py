@@ -229,11 +229,9 @@ def timeline_text(window: dict[str, Any] | None, width: int) -> Text:
     # Those that ended as the window begins belong to the step before, unless there are no others.
     groups = [group for group in window["groups"] if group["end"] > t0] or window["groups"]
     lines += [_lane(group, columns, column) for group in reversed(groups[-MAX_LANES:])]
-    if (lanes := min(len(groups), MAX_LANES)) < window["all_groups"]:
-        which = "the longest" if window["density"] is not None else "the newest"
-        lines.append(
-            Text(f"{lanes} of {window['all_groups']} groups are shown, {which}; the page shows all", style="dim")
-        )
+    total, which = (len(groups), "newest") if window["density"] is None else (window["all_groups"], "longest")
+    if (lanes := min(len(groups), MAX_LANES)) < total:
+        lines.append(Text(f"{lanes} of {total} groups are shown, the {which}; the page shows all", style="dim"))
     seconds = Text(
         f"{'':{LABEL}}{t1 - t0:.1f} s; █ training, · waiting for groups, ~ weight sync and others", style="dim"
     )
