@@ -469,7 +469,33 @@ def slow_weight_sync(run: LastSteps) -> tuple[str, str] | None:
     )
 
 
-TUNING: tuple[Rule, ...] = (solved_prompts, slow_training, slow_generation, stale_groups, slow_weight_sync)
+FILL, FEW_PASSES = 0.6, 2  # the last pass of an update takes the rest, so the mean of few passes says little
+
+
+def underfilled_micro_batches(run: LastSteps) -> tuple[str, str] | None:
+    """A pass costs its launches beside its tokens, and padding costs as much as tokens do."""
+    fill, passes = run.mean("policy/micro_batch_fill"), run.mean("policy/micro_batches")
+    if not (fill < FILL and passes > FEW_PASSES and run.share_of_time("train") > WAITS):
+        return None
+    if run.setting("trainer.packing", True) is False:
+        action = "Leave trainer.packing unset, so that sequences share rows where the model can keep them apart."
+    elif run.setting("trainer.fully_async.streaming_min_groups", None) is not None:
+        action = "Raise trainer.fully_async.streaming_min_groups, so that each part of a step fills its passes."
+    else:
+        action = (
+            "Raise trainer.micro_batch_tokens if memory allows, so that several of the longest sequences fit together."
+        )
+    return f"The {passes:.0f} micro-batches of an update are {fill:.0%} full.", action
+
+
+TUNING: tuple[Rule, ...] = (
+    solved_prompts,
+    slow_training,
+    slow_generation,
+    stale_groups,
+    slow_weight_sync,
+    underfilled_micro_batches,
+)
 
 
 def _number(value: Any) -> float:

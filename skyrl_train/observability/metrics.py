@@ -257,6 +257,13 @@ declare(
     MetricSpec("policy/tokens_total", _LAST, "Trained tokens since training began", "tokens"),
     MetricSpec("policy/micro_batches", _MEAN, "Forward and backward passes of an update, on the first rank", "passes"),
     MetricSpec(
+        "policy/micro_batch_fill",
+        _MEAN,
+        "Tokens in these passes by those with room: `trainer.micro_batch_tokens` each, or, without `trainer.packing`, rows x "
+        "longest sequence",
+        "share",
+    ),
+    MetricSpec(
         "policy/distinct_shapes",
         _MEAN,
         "Different numbers of rows and tokens among these passes; compiled or planned kernels prepare for each once",
@@ -273,6 +280,7 @@ declare(
     MetricSpec("critic/grad_norm", _MEAN, "Norm of the gradient before clipping"),
     MetricSpec("critic/lr", _LAST, "Learning rate"),
     MetricSpec("critic/micro_batches", _MEAN, "As `policy/micro_batches`", "passes"),
+    MetricSpec("critic/micro_batch_fill", _MEAN, "As `policy/micro_batch_fill`", "share"),
     MetricSpec("critic/distinct_shapes", _MEAN, "As `policy/distinct_shapes`", "shapes"),
     MetricSpec(
         "critic/skipped_nonfinite", _SUM, "Updates skipped because the loss or a gradient was not finite", "updates"

@@ -47,6 +47,11 @@ class MicroBatch:
     targets: torch.Tensor  # int64 [N], the scored tokens
     allowed: AllowedTokens | None = None  # at the N scored tokens, on the CPU; None: every token of the vocabulary
 
+    @property
+    def inputs(self) -> int:
+        """Number of inputs, without padding."""
+        return self.input_ids.numel() if self.attention_mask is None else int(self.attention_mask.sum())
+
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
@@ -69,6 +74,12 @@ class RowLayout:
         """Read the number of positions from the model's configuration."""
         positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         return cls(packed, micro_batch_tokens, positions, grammars)
+
+    def room(self, micro_batch: MicroBatch) -> int:
+        """Return how many inputs the pass over a micro-batch has room for: those that it computes, padding included, or, packed,
+        those that the token budget allows."""
+        # The last token of each sequence counts in the budget, and is no input.
+        return self.micro_batch_tokens - len(micro_batch.indices) if self.packed else micro_batch.input_ids.numel()
 
     def micro_batches(
         self, sequences: Sequence[TrainingSequence], indices: Sequence[int], scored: Sequence[torch.Tensor]

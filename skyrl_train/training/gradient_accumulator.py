@@ -47,7 +47,9 @@ class OpenStep:
     step: int
     statistics: TokenStatistics = field(default_factory=TokenStatistics)
     denominators: list[float] = field(default_factory=list)
-    shapes: list[torch.Size] = field(default_factory=list)  # rows and tokens of this rank's micro-batches
+    # Of this rank's micro-batches: rows and tokens; inputs, and room for inputs.
+    shapes: list[torch.Size] = field(default_factory=list)
+    inputs: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,9 @@ class GradientAccumulator(ABC, Generic[M]):
         metrics[f"{self.role}/lr"] = rate
         metrics[f"{self.role}/micro_batches"] = float(len(opened.shapes))
         metrics[f"{self.role}/distinct_shapes"] = float(len(set(opened.shapes)))
+        if opened.inputs:
+            inputs, room = (sum(counts) for counts in zip(*opened.inputs, strict=True))
+            metrics[f"{self.role}/micro_batch_fill"] = inputs / room
         return metrics
 
     def discard(self) -> None:
@@ -221,7 +226,9 @@ class GradientAccumulator(ABC, Generic[M]):
                 of_tokens, statistics = self._loss(micro_batch)
                 of_tokens.backward()
                 opened.statistics.add(statistics)
-                opened.shapes.append(micro_batch.micro_batch.input_ids.shape)
+                batch = micro_batch.micro_batch
+                opened.shapes.append(batch.input_ids.shape)
+                opened.inputs.append((batch.inputs, self._layout.room(batch)))
             for _ in range(missing):
                 # Gradients of 0: the pass only takes part in the collectives of a sharded model.
                 (self._scores(self._smallest_micro_batch()).sum() * 0.0).backward()

@@ -59,6 +59,8 @@ def healthy(steps: int) -> list[Row]:
             "generate/latency_s_oldest": 50.0,
             "loss/entropy": 3.0 - 0.02 * step,
             "policy/skipped_nonfinite": 0.0,
+            "policy/micro_batches": 4.0,
+            "policy/micro_batch_fill": 0.7,
             "off_policy/ess": 0.9,
             "off_policy/engine_gap": 0.001,
             "staleness/exceeded": 0.0,
@@ -119,6 +121,7 @@ CASES: dict[str, tuple[Callable[[list[Row]], None], list[Row], str]] = {
     "slow-generation": (with_({"time/wait_for_batch": 5.0}), [], "50%"),
     "stale-groups": (with_({"staleness/exceeded": 4.0}), [], "25%"),
     "slow-weight-sync": (with_({"time/gather": 2.0}), [], "24%"),
+    "underfilled-micro-batches": (with_({"policy/micro_batch_fill": 0.45}), [], "4 micro-batches of an update are 45%"),
 }
 
 
@@ -215,6 +218,17 @@ def test_slow_generation_has_the_advice_for_its_mode() -> None:
     named = ("trainer.mode=", "num_engines", "generate_ahead_steps", "40 requests wait in them, and 8 are sampled. Add")
     for action, setting in zip(actions, named, strict=True):
         assert setting in action
+
+
+def test_underfilled_micro_batches_have_the_advice_for_their_settings_unless_they_are_few() -> None:
+    rows = healthy(30)
+    with_({"policy/micro_batch_fill": 0.3})(rows)
+    of_settings = ({"packing": False}, {"fully_async": {"streaming_min_groups": 2}}, {"packing": None})
+    named = ("trainer.packing unset", "streaming_min_groups", "micro_batch_tokens")
+    for settings, setting in zip(of_settings, named, strict=True):
+        assert setting in advise(rows, [], {"trainer": settings})[0].action
+    with_({"policy/micro_batches": 2.0})(rows)
+    assert advise(rows, [], SETTINGS) == []
 
 
 def test_only_what_takes_most_of_the_time_is_called_the_bottleneck() -> None:

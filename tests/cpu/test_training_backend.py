@@ -165,9 +165,14 @@ class TestUpdate:
         assert metrics["off_policy/kl_k3"] == pytest.approx(0.0, abs=1e-6)
         assert metrics["policy/tokens"] == sum(int(s.loss_mask.sum()) for s in batch.sequences)
 
-    def test_an_update_counts_its_passes_and_their_shapes(self, folder: str) -> None:
+    def test_an_update_counts_its_passes_their_shapes_and_their_tokens(self, folder: str) -> None:
         metrics = backend(folder, micro_batch_tokens=9).update(minibatch(lengths=(6, 9, 6)))
         assert (metrics["policy/micro_batches"], metrics["policy/distinct_shapes"]) == (3.0, 2.0)
+        assert metrics["policy/micro_batch_fill"] == (5 + 8 + 5) / (8 + 8 + 8)
+        # Packed, the last token of a sequence is no input; padded, that of a shorter row is one, because the row goes on.
+        for packing, fill in ((True, (5 + 8 + 5) / (40 - 3)), (False, (6 + 8 + 6) / (3 * 8))):
+            metrics = backend(folder, micro_batch_tokens=40, packing=packing).update(minibatch(lengths=(6, 9, 6)))
+            assert metrics["policy/micro_batch_fill"] == fill
 
     def test_its_size_decides_whether_layers_run_again(self, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
         sizes: list[int] = []

@@ -86,7 +86,8 @@ def sequence(generator: torch.Generator, length: int, group: int = 0) -> Trainin
 
 def learned(metrics: dict[str, float]) -> dict[str, float]:
     """Return the metrics of a step that do not depend on how it was split into passes."""
-    return {name: value for name, value in metrics.items() if not name.endswith(("/micro_batches", "/distinct_shapes"))}
+    split = ("/micro_batches", "/micro_batch_fill", "/distinct_shapes")
+    return {name: value for name, value in metrics.items() if not name.endswith(split)}
 
 
 def minibatch(seed: int = 0, step: int = 1, lengths: tuple[int, ...] = (2, 9, 5, 17, 9, 3, 1, 12)) -> Minibatch:
