@@ -83,6 +83,8 @@ class StepReports:
             sequences = [each for group in trained.batch for sample in group.samples for each in sample.sequences]
             lengths = [len(each.token_array) for each in sequences]
             trained.metrics["perf/mfu"] = self._flops.utilization(lengths, trained.metrics["time/train"])
+        if running := rollout.staleness.view().running:
+            trained.metrics["staleness/oldest_in_flight"] = float(step - min(running))
         now, tokens = self._clock(), self._client.generated_tokens
         totals = self.totals
         totals["elapsed_s"] += now - self._step_ended_s

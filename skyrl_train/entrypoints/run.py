@@ -425,8 +425,8 @@ async def watched(trainer: PPOTrainer, reporter: Reporter) -> AsyncIterator[None
     async def watch() -> None:
         while True:
             await asyncio.sleep(SCREEN_INTERVAL_S)
-            counts = trainer.rollout.staleness.counts
-            reporter.waiting(counts.running, counts.failed, trainer.rollout.group_generator.retries)
+            counts, groups = trainer.rollout.staleness.counts, trainer.rollout.group_generator
+            reporter.waiting(counts.running, counts.failed, groups.retries, groups.oldest_s)
 
     watching = [asyncio.create_task(watch(), name="screen"), asyncio.create_task(record(), name="engine-states")]
     if "cuda" in str((trainer.config.trainer.device, trainer.config.generator.inference_engine.device)):

@@ -30,9 +30,15 @@ def watch(
     else:
         total, rewards = watched.total_steps, watched.rewards
         view = make_view(console, total, watched.title, clock=watched.elapsed_s, rewards=rewards)
+        said: list[str] = []
         with closing(view), suppress(KeyboardInterrupt):
             while True:
-                if (report := watched.poll()) is not None:
+                report = watched.poll()
+                for line in watched.start_up:
+                    if line not in said:
+                        view.note(line)
+                said = watched.start_up
+                if report is not None:
                     view.update(report)
                 view.waiting(watched.in_flight, watched.failures)
                 if once or watched.has_ended:

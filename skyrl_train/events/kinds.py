@@ -69,6 +69,15 @@ _KINDS: Sequence[EventKind] = (
     ),
     EventKind("run", "training begins", (_STEP, _F("total_steps", "int", "steps", "steps of the whole run"))),
     EventKind(
+        "start_up",
+        "a part of the start of a command begins, and comes again when it has ended",
+        (
+            _F("name", "str", "", "the part"),
+            _T0,
+            _F("t1", "float | null", "s", "end; null: it begins"),
+        ),
+    ),
+    EventKind(
         "resume",
         "training continues from a checkpoint. Steps after it that were recorded before are lost and run again",
         (_STEP, _F("total_steps", "int", "steps", "steps of the whole run")),

@@ -353,9 +353,11 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
                 **{field: None if health is None else getattr(health, of) for of, field in _HEALTH_FIELDS.items()},
             )
         known = [health for health in healths if health is not None]
+        used = [health.kv_cache_usage for health in known if health.kv_cache_usage is not None]
         return {
             "inference/running_requests": sum(health.running for health in known),
             "inference/waiting_requests": sum(health.waiting for health in known),
+            **({"inference/kv_cache_usage": max(used)} if used else {}),
         }
 
     async def add_engine(self, engine: InferenceEngineInterface) -> int:

@@ -330,6 +330,12 @@ declare(
         "Groups whose lag exceeds the bound (under `mask`, their older tokens are not trained)",
         "groups",
     ),
+    MetricSpec(
+        "staleness/oldest_in_flight",
+        _LAST,
+        "Lag that the oldest group in generation would have in the next step; missing if none is in generation",
+        "steps",
+    ),
     MetricSpec("staleness/histogram/", _SUM, "Groups by lag", "groups"),
     MetricSpec("staleness/in_flight_histogram/", _SUM, "Groups by the lag gained while generating", "groups"),
     MetricSpec("staleness/in_queue_histogram/", _SUM, "Groups by the lag gained while waiting", "groups"),
@@ -393,6 +399,12 @@ declare(
     ),
     MetricSpec(
         "inference/waiting_requests", _LAST, "Requests that wait in the engines for a free place: likewise", "requests"
+    ),
+    MetricSpec(
+        "inference/kv_cache_usage",
+        _LAST,
+        "Share of the KV cache that requests hold, of the fullest engine: likewise. Missing for caches without a fixed size",
+        "share",
     ),
     MetricSpec(
         "inference/engine_restarts", _LAST, "Restarts of engines that had died, since the process began", "restarts"

@@ -66,14 +66,18 @@ class Reporter:
     @contextmanager
     def start_up(self, part: str) -> Iterator[None]:
         """Show that ``part`` of the start-up runs, and how long it took."""
-        began = time.monotonic()
+        events = self._folder.events
+        began = events.now()
+        events.record("start_up", name=part, t0=began, t1=None)
         with ExitStack() as stack:
             if self._console.is_terminal and not self._console.is_dumb_terminal:
                 columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
                 bar = stack.enter_context(Progress(*columns, console=self._console, transient=True))
                 bar.add_task(part, total=None)
             yield
-        seconds = time.monotonic() - began
+        ended = events.now()
+        events.record("start_up", name=part, t0=began, t1=ended)
+        seconds = ended - began
         logger.info("start-up: %s took %.1f s", part, seconds)
         self.note(f"  {part}: {seconds:.1f} s")
 
@@ -197,16 +201,17 @@ class Reporter:
                     self._view.note(str(each) if state == "begins" else f"alarm over: {each.id}")
         return advice
 
-    def waiting(self, in_flight: int, failed: int, retries: int) -> None:
+    def waiting(self, in_flight: int, failed: int, retries: int, oldest_s: float) -> None:
         """Show that the run is alive. Called about every second.
 
         Args:
             in_flight: groups in generation.
             failed: groups that failed for good.
             retries: attempts at a group beyond the first.
+            oldest_s: age of the oldest group in generation; NaN: there is none.
         """
         if self._view is not None:
-            self._view.waiting(in_flight, self._failures(failed, retries))
+            self._view.waiting(in_flight, self._failures(failed, retries), oldest_s)
 
     def _failures(self, groups: int, retries: int) -> Failures:
         allowed = self._config.trainer.failures.max_failed_rollouts
@@ -232,6 +237,8 @@ class Reporter:
 def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | None, failures: Failures) -> StepReport:
     """Convert a step's metrics to the figures on the screen."""
     step_s = metrics["time/step"] or 1.0
+    overlaps = "time/wait_for_weight_sync" in metrics  # transfer and pause then lie beside training
+    sync = ("gather", "wait_for_weight_sync") if overlaps else ("gather", "transfer", "pause")
     return StepReport(
         step=step,
         reward=metrics.get("reward/mean", math.nan),  # a step may have no sample
@@ -244,8 +251,15 @@ def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | 
         trained_tokens_per_s=metrics["policy/tokens_per_second"],
         wait_for_batch=min(1.0, metrics["time/wait_for_batch"] / step_s),
         wait_for_policy=metrics["async/idle_fraction"],
+        train=min(1.0, metrics.get("time/train", 0.0) / step_s),
+        weight_sync=min(1.0, sum(metrics.get(f"time/{name}", 0.0) for name in sync) / step_s),
         checkpoint_step=checkpoint_step,
         failures=failures,
+        running=metrics.get("inference/running_requests", math.nan),
+        waiting=metrics.get("inference/waiting_requests", math.nan),
+        kv_cache_usage=metrics.get("inference/kv_cache_usage", math.nan),
+        oldest_s=metrics.get("generate/latency_s_oldest", math.nan),
+        oldest_lag=int(metrics.get("staleness/oldest_in_flight", 0)),
         reward_std=metrics.get("reward/std", math.nan),
         entropy=metrics.get("loss/entropy", math.nan),
         grad_norm=metrics.get("policy/grad_norm", math.nan),

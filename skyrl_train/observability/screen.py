@@ -35,8 +35,10 @@ PLAIN_INTERVAL_MAX_S = 30.0
 PLAIN_SHARE = 0.1  # the next line is printed after this share of the elapsed time, within the two bounds above
 TREND_STEPS = 10
 LAG_WIDTH = 20  # characters of the bar of all groups
+TRAINER_WIDTH = 10  # of the bar of a step
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-=+*#"
+MARKS = {BLOCKS: "█░▒", ASCII: "#.~"}  # of a trainer that trains, waits, or syncs weights
 
 REWARD = "reward/mean"
 ENDS = 0.05  # share of the steps over which the first and last rewards are averaged
@@ -75,6 +77,8 @@ class StepReport:
     trained_tokens_per_s: float = 0.0
     wait_for_batch: float = 0.0  # share of the step in which training waited for groups
     wait_for_policy: float = 0.0  # share of the step in which generation waited for the next policy
+    train: float = 0.0  # share of the step in which it trained
+    weight_sync: float = 0.0  # share of the step in which training waited for a weight sync
     checkpoint_step: int | None = None  # the newest checkpoint on disk
     failures: Failures = Failures()
     # In the panel only; NaN and empty where the run has none.
@@ -84,6 +88,11 @@ class StepReport:
     ess: float = math.nan  # effective sample size of the importance weights, in (0, 1]
     no_signal: float = math.nan  # share of the groups whose samples have equal rewards
     truncated: float = math.nan  # share of the samples that a length limit ended
+    running: float = math.nan  # requests that the engines sample
+    waiting: float = math.nan  # requests that wait in the engines
+    kv_cache_usage: float = math.nan  # share, of the fullest engine
+    oldest_s: float = math.nan  # age of the oldest group in generation
+    oldest_lag: int = 0  # steps
     groups_by_lag: Mapping[int, int] = field(default_factory=dict)
     evaluation: str = ""  # the newest one, in one line
     sample: str = ""  # a prompt and its response, in one line
@@ -105,11 +114,12 @@ class Progress:
         self.step, self._latest_at = report.step, self._clock()
         self.rewards.append(report.reward)
 
-    def waiting_line(self, in_flight: int, failures: Failures) -> str:
+    def waiting_line(self, in_flight: int, failures: Failures, oldest_s: float) -> str:
         """Return the line for a run in which no step finishes."""
         standing = "no step yet" if self.step == self._start_step else f"no step since step {self.step}"
+        oldest = "" if math.isnan(oldest_s) else f", the oldest for {age(oldest_s)}"
         failed = f", failed {failures}" if failures else ""
-        return f"{standing}: {counted(in_flight, 'group', 'groups')} in flight{failed}"
+        return f"{standing}: {counted(in_flight, 'group', 'groups')} in flight{oldest}{failed}"
 
     @property
     def trend(self) -> str:
@@ -152,15 +162,17 @@ class PlainView:
         if self._clock() >= self._next_at or report.step >= self._progress.total_steps:
             self._print(self._step_line(report))
 
-    def waiting(self, in_flight: int, failures: Failures) -> None:
+    def waiting(self, in_flight: int, failures: Failures, oldest_s: float = math.nan) -> None:
         """Print a line if none was printed for a while. Called about every second.
 
         Args:
             in_flight: groups in generation.
+            oldest_s: age of the oldest of them; NaN: unknown.
         """
         if self._clock() >= self._alive_at:
             report = self._unshown
-            self._print(self._progress.waiting_line(in_flight, failures) if report is None else self._step_line(report))
+            waiting = self._progress.waiting_line(in_flight, failures, oldest_s)
+            self._print(waiting if report is None else self._step_line(report))
 
     def note(self, text: str) -> None:
         """Print the line."""
@@ -192,25 +204,29 @@ class RunPanel:
         self._progress = progress
         self._levels = levels
         self._report: StepReport | None = None
-        self._waiting: tuple[int, Failures] | None = None  # while no step has finished for a second
+        self._waiting: tuple[int, Failures, float] | None = None  # while no step has finished for a second
+        self.start_up: Sequence[str] = ()  # lines about the parts of a start-up that has not ended
 
     def update(self, report: StepReport) -> None:
         """Show a finished step."""
         self._progress.update(report)
         self._report, self._waiting = report, None
 
-    def waiting(self, in_flight: int, failures: Failures) -> None:
+    def waiting(self, in_flight: int, failures: Failures, oldest_s: float = math.nan) -> None:
         """Show that no step has finished for a second.
 
         Args:
             in_flight: groups in generation.
+            oldest_s: age of the oldest of them; NaN: unknown.
         """
-        self._waiting = (in_flight, failures)
+        self._waiting = (in_flight, failures, oldest_s)
 
     def draw(self) -> RenderableType:
         """Return what is to be seen now."""
         report, progress = self._report, self._progress
-        step = progress.step
+        step, saved = progress.step, ""
+        if report is not None and report.checkpoint_step is not None:
+            saved = f"checkpoint: step {report.checkpoint_step}, "
         top = Table.grid(expand=True, padding=(0, 1))
         top.add_column(no_wrap=True)
         top.add_column(ratio=1)
@@ -218,11 +234,12 @@ class RunPanel:
         top.add_row(
             f"step {step}/{progress.total_steps}",
             ProgressBar(total=progress.total_steps, completed=step),
-            f"{duration(progress.elapsed_s)} gone, {duration(progress.remaining_s)} to go",
+            f"{saved}{duration(progress.elapsed_s)} gone, {duration(progress.remaining_s)} to go",
         )
+        start_up = [Text(line) for line in self.start_up]
         if report is None:
-            text = "starting ..." if self._waiting is None else progress.waiting_line(*self._waiting)
-            return Panel(Group(top, Text(text)), title=Text(self._title), title_align="left")
+            text = "starting ..." if self._waiting is None or start_up else progress.waiting_line(*self._waiting)
+            return Panel(Group(top, Text(text), *start_up), title=Text(self._title), title_align="left")
         lines = Table.grid(expand=True, padding=(0, 2))
         lines.add_column(style="bold", no_wrap=True, min_width=len("evaluation"))
         # One line each, so that the panel keeps its height: what does not fit is cut.
@@ -236,14 +253,14 @@ class RunPanel:
             lines.add_row("health", health)
         facts = dict(_facts(report, self._waiting))
         lines.add_row("lag", Text(f"{facts['lag']}  {self._lags(report.groups_by_lag)}"))
-        lines.add_row("groups", Text(f"{facts['groups']}  |  checkpoint: {facts['checkpoint']}"))
-        lines.add_row("tokens/s", Text(facts["tokens/s"]))
-        lines.add_row("waiting", Text(facts["waiting"]))
+        lines.add_row("trainer", self._trainer(report))
+        lines.add_row("engines", Text(_engines(report)))
+        lines.add_row("groups", Text(facts["groups"]))
         if "failed" in facts:
             lines.add_row("failed", Text(facts["failed"], style="red"))
         if report.sample:
             lines.add_row("sample", Text(report.sample, style="dim"))
-        parts: list[RenderableType] = [top, lines]
+        parts: list[RenderableType] = [top, lines, *start_up]
         if report.advice:  # the whole text: half of a sentence says nothing
             first, more = report.advice[0], len(report.advice) - 1
             style = "red" if first.level == "alarm" else ""
@@ -251,6 +268,17 @@ class RunPanel:
             rest = f" {first.action}{f' (and {more} more)' if more else ''}"
             parts.append(Text.assemble((label, f"bold {style}"), "  ", (first.finding, style), rest))
         return Panel(Group(*parts), title=Text(self._title), title_align="left")
+
+    def _trainer(self, report: StepReport) -> Text:
+        """Draw what the trainer did during the step: a bar, and the share of each activity beside its mark."""
+        activities = (("train", report.train), ("wait", report.wait_for_batch), ("weight sync", report.weight_sync))
+        styles = ("green", "dim", "cyan")
+        shown = list(zip(MARKS[self._levels], styles, activities, strict=True))
+        bar = [(mark * round(TRAINER_WIDTH * share), style) for mark, style, (_, share) in shown]
+        room = max(0, TRAINER_WIDTH - sum(len(part) for part, _ in bar))
+        shares = [Text.assemble((mark, style), f" {name} {share:.0%} ") for mark, style, (name, share) in shown]
+        rate = f" {thousands(report.trained_tokens_per_s)} tokens/s"
+        return Text.assemble(*bar, " " * (room + 1), *shares, rate)
 
     def _lags(self, groups: Mapping[int, int]) -> str:
         """Draw the shares of the groups by lag."""
@@ -283,14 +311,15 @@ class TerminalView:
             self._next_at = self._clock() + REFRESH_INTERVAL_S
             self._live.update(self._panel.draw(), refresh=True)
 
-    def waiting(self, in_flight: int, failures: Failures) -> None:
+    def waiting(self, in_flight: int, failures: Failures, oldest_s: float = math.nan) -> None:
         """Redraw if no step was drawn for a second. Called about every second.
 
         Args:
             in_flight: groups in generation.
+            oldest_s: age of the oldest of them; NaN: unknown.
         """
         if self._clock() >= self._waiting_at:
-            self._panel.waiting(in_flight, failures)
+            self._panel.waiting(in_flight, failures, oldest_s)
             self._waiting_at = self._clock() + WAITING_INTERVAL_S
             self._live.update(self._panel.draw(), refresh=True)
 
@@ -340,6 +369,16 @@ def counted(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
 
 
+def thousands(number: float) -> str:
+    """Return a number in thousands if it is large: ``12.3k``."""
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+
+
+def age(seconds: float) -> str:
+    """Return ``4.1 s``, or from a minute on what :func:`duration` returns."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
+
+
 def duration(seconds: float) -> str:
     """Return ``m:ss`` or ``h:mm:ss``; ``-:--`` if the duration is not finite."""
     if not math.isfinite(seconds):
@@ -362,17 +401,26 @@ def _health(report: StepReport) -> Text:
     return Text("  ").join(Text(text, style=style) for text, style in shown)
 
 
-def _facts(report: StepReport, waiting: tuple[int, Failures] | None = None) -> list[tuple[str, str]]:
-    in_flight, failures = waiting or (report.in_flight, report.failures)
+def _engines(report: StepReport) -> str:
+    figures = [
+        (f"{thousands(report.generated_tokens_per_s)} tokens/s", 0.0),
+        (f"{report.running:.0f} running", report.running),
+        (f"{report.waiting:.0f} waiting", report.waiting),
+        (f"KV cache {report.kv_cache_usage:.0%}", report.kv_cache_usage),
+        (f"slots idle {report.wait_for_policy:.0%}", 0.0),
+    ]
+    return ", ".join(text for text, value in figures if not math.isnan(value))
+
+
+def _facts(report: StepReport, waiting: tuple[int, Failures, float] | None = None) -> list[tuple[str, str]]:
+    in_flight, failures, oldest_s = waiting or (report.in_flight, report.failures, report.oldest_s)
     saved = "none yet" if report.checkpoint_step is None else f"step {report.checkpoint_step}"
     ahead = "" if math.isnan(report.ahead) else f", {report.ahead:.1f} steps ahead"
-    generated, trained = (
-        f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
-        for rate in (report.generated_tokens_per_s, report.trained_tokens_per_s)
-    )
+    generated, trained = thousands(report.generated_tokens_per_s), thousands(report.trained_tokens_per_s)
+    oldest = "" if math.isnan(oldest_s) else f" (oldest: {age(oldest_s)}, lag {report.oldest_lag})"
     facts = [
         ("lag", f"{report.lag_mean:.1f} (max {report.lag_max})"),
-        ("groups", f"{in_flight} in flight, {report.buffered} buffered{ahead}"),
+        ("groups", f"{in_flight} in flight{oldest}, {report.buffered} buffered{ahead}"),
         ("tokens/s", f"{generated} generated, {trained} trained"),
         (
             "waiting",

@@ -35,6 +35,10 @@ CLOCK_S, TIMELINE_S = (
     3.0,
 )  # between two drawings of the panel, where only the time has changed, and of the timeline
 READING = "Reading ..."
+SAMPLE_COLUMNS = (  # beside the step
+    ("group_index", "group"), ("sample", "sample"), ("reward", "reward"), ("lag", "lag"), ("stop_reason", "end"),
+    ("prompt", "prompt"), ("response", "response"),
+)  # fmt: skip
 Drawn = Text | dict[str, Any] | None
 TRAINING = {"update_policy": "█", "accumulate": "█", "finish_update": "█", "wait_for_batch": "·"}
 
@@ -52,6 +56,7 @@ class RunScreens(App[None]):
         *(Binding(str(number), f"show('{name}')", name) for number, name in enumerate(SCREENS, 1)),
         Binding("comma", "other_step(-1)", "step before"),
         Binding("full_stop", "other_step(1)", "next step"),
+        Binding("e", "other_phase", "training or evaluation"),
         Binding("q", "quit", "leave"),
     ]
 
@@ -61,7 +66,7 @@ class RunScreens(App[None]):
         self._poll_s = poll_s
         progress = Progress(watched.total_steps, 0, watched.elapsed_s, watched.rewards)
         self._panel = RunPanel(watched.title, progress)
-        self._step = 0  # whose samples are shown; 0: of the newest step
+        self._phase, self._step = "train", 0  # whose samples are shown; 0: of the newest step
         self._samples: dict[str, Any] = {}
         self._reading = self._look_again = False
         self._drawn: tuple[object, ...] = ()  # what the shown screen is made of
@@ -106,12 +111,24 @@ class RunScreens(App[None]):
             self._step = steps[max(0, place)] if place < len(steps) - 1 else 0
             self.look()
 
+    def action_other_phase(self) -> None:
+        """Show the samples of evaluations instead of training, or of training again."""
+        if len(self._samples.get("phases", [])) > 1 or self._phase == "eval":
+            self._phase, self._step = "eval" if self._phase == "train" else "train", 0
+            self.look()
+
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
         """Show the sample under the cursor."""
-        if event.row_key.value is not None:
+        number = int(event.row_key.value or 0)
+        if event.row_key.value is not None and number < len(self._samples["rows"]):
             if event.cursor_row > 0:  # the reader has chosen one: a newer step must not take its place
                 self._step = self._samples["step"]
-            self.read_sample(self._samples["step"], int(event.row_key.value))
+            row = self._samples["rows"][number]
+            if "row" in row:
+                self.read_sample(self._samples["phase"], self._samples["step"], row["row"])
+            else:  # an older version of the library recorded texts only
+                prompt, response = (visible(str(row.get(name, ""))) for name in ("prompt", "response"))
+                self.query_one("#sample", Static).update(Text.assemble((prompt, "dim"), response))
 
     def look(self) -> None:
         """Read the run in a thread, and draw the screen that is shown, unless nothing has changed."""
@@ -119,18 +136,19 @@ class RunScreens(App[None]):
             self._look_again = True
             return
         self._reading, self._look_again = True, False
-        self._read(self.query_one(TabbedContent).active, self._step, self.size.width - 4)
+        self._read(self.query_one(TabbedContent).active, (self._phase, self._step), self.size.width - 4)
 
     @work(thread=True)
-    def _read(self, shown: str, step: int, width: int) -> None:
+    def _read(self, shown: str, of: tuple[str, int], width: int) -> None:
         drawn: Drawn = None
         try:
             report = self._watched.poll()
-            state = (shown, step, width, *self._watched.parts.values())
+            state = (shown, of, width, *self._watched.parts.values())
             if shown == "timeline" and state[:3] == self._drawn[:3] and time.monotonic() < self._clock_at:
                 state = self._drawn  # events come all the time
             if state != self._drawn or shown == "log":  # logs are no part of it
-                drawn = step_rows(self._watched.path, "train", step) if shown == "samples" else self._text(shown, width)
+                samples = step_rows(self._watched.path, *of) | {"phase": of[0]} if shown == "samples" else None
+                drawn = samples or self._text(shown, width)
         except (OSError, SkyRLError) as error:  # it was removed, or a network file system fails for a while
             report, state, drawn = None, (), Text(visible(f"The run cannot be read now: {error}"))
         if not get_current_worker().is_cancelled:  # the reader has left
@@ -155,6 +173,7 @@ class RunScreens(App[None]):
 
     def _draw(self, shown: str, report: StepReport | None, drawn: Drawn, state: tuple[object, ...]) -> None:
         self._reading, unchanged, self._drawn = False, state == self._drawn, state
+        self._panel.start_up = self._watched.start_up
         if report is not None:
             self._panel.update(report)
         else:
@@ -172,27 +191,27 @@ class RunScreens(App[None]):
             self.look()
 
     @work(thread=True, exclusive=True, group="sample")
-    def read_sample(self, step: int, row: int) -> None:
+    def read_sample(self, phase: str, step: int, row: int) -> None:
         """Read a sample, and draw it token for token."""
-        sample = whole_sequence(self._watched.path, "train", step, row)
+        sample = whole_sequence(self._watched.path, phase, step, row)
         if sample is not None and not get_current_worker().is_cancelled:
             self.call_from_thread(self.query_one("#sample", Static).update, sample_text(sample))
 
     def _draw_samples(self, samples: dict[str, Any]) -> None:
         before, self._samples = self._samples, samples
-        if all(samples[part] == before.get(part) for part in ("step", "rows")):
+        if all(samples[part] == before.get(part) for part in ("phase", "step", "rows")):
             return
         table = self.query_one("#sample-rows", DataTable)
         table.clear(columns=True)
-        table.add_columns("step", "group", "sample", "reward", "lag", "end", "prompt", "response")
-        for row in samples["rows"]:
-            if "row" in row:  # it has tokens
-                texts = [samples["step"], row["group_index"], row["sample"], _number(row["reward"]), row["lag"]]
-                texts += [row["stop_reason"], row["prompt"], row["response"]]
-                cells = (" ".join(visible("" if text is None else str(text)).split()) for text in texts)
-                table.add_row(*map(Text, cells), key=str(row["row"]))
+        evaluated = samples["phase"] == "eval"
+        table.add_columns("version" if evaluated else "step", *(label for _, label in SAMPLE_COLUMNS))
+        for number, row in enumerate(samples["rows"]):
+            texts = [samples["step"], *(row.get(name) for name, _ in SAMPLE_COLUMNS)]
+            cells = (_number(text) if isinstance(text, float) else "" if text is None else str(text) for text in texts)
+            table.add_row(*(Text(" ".join(visible(cell).split())) for cell in cells), key=str(number))
         if not table.row_count:
-            self.query_one("#sample", Static).update("No samples are recorded yet.")
+            of = "evaluations" if evaluated else "training"
+            self.query_one("#sample", Static).update(f"No samples of {of} are recorded yet.")
 
 
 def _number(value: float | None) -> str:

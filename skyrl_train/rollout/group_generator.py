@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -185,10 +186,12 @@ class GroupGenerator:
         """Return the latency of the groups that finished since the last call, and of the oldest one that runs, if any."""
         latencies_s, self._latencies_s = self._latencies_s, []
         metrics = quantiles("generate/latency_s_p", latencies_s, 50, 99) if latencies_s else {}
-        if self._running:
-            oldest = min(attempt.since for attempt in self._running.values())
-            metrics["generate/latency_s_oldest"] = self._clock() - oldest
-        return metrics
+        return metrics if math.isnan(self.oldest_s) else metrics | {"generate/latency_s_oldest": self.oldest_s}
+
+    @property
+    def oldest_s(self) -> float:
+        """Age of the oldest attempt that runs; NaN: there is none."""
+        return self._clock() - min((attempt.since for attempt in self._running.values()), default=math.nan)
 
     async def _run_attempt(self, attempt: _Attempt) -> RolloutGroup:
         """Run one attempt in a task: an attempt that cancels itself must not cancel the group's task.

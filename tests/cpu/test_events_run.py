@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import functools
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from test_client_fleet import fleet_of
 
 from skyrl_train.events.kinds import KINDS, SPANS
 from skyrl_train.events.log import sample_of
+from skyrl_train.inference.interface import EngineHealth
 from skyrl_train.observability.run import load_run
 from skyrl_train.types import GeneratorInput, GeneratorOutput, PauseMode
 
@@ -111,6 +113,7 @@ async def test_the_events_agree_with_what_the_run_reports(tmp_path: Path, mode: 
         (row["step"], row["group_indices"]) for row in h.rows
     ]
     assert [max(event["lags"]) for event in trained] == [row["staleness/max"] for row in h.rows]
+    assert all(("staleness/oldest_in_flight" in row) is (row["async/in_flight"] > 0) for row in h.rows)
     for group in h.trained:
         of_group = [kind for kind in life[group] if kind not in ("request", "retried")]
         assert of_group == ["admitted", "finished", "buffered", "trained"]
@@ -245,7 +248,14 @@ async def test_each_engine_has_a_state_once_a_second_also_one_that_does_not_answ
     b.health = asyncio.Event().wait  # type: ignore[assignment, method-assign]
     c.die()
     client._pool.died(2, "scripted")
-    await client.record_engines(limit_s=0.0)
+    assert "inference/kv_cache_usage" not in await client.record_engines(limit_s=0.0)
+    health, events.kept[:] = dataclasses.replace(await a.health(), kv_cache_usage=0.25), []
+
+    async def half_full() -> EngineHealth:
+        return health
+
+    a.health = half_full  # type: ignore[method-assign]
+    assert (await client.record_engines(limit_s=0.0))["inference/kv_cache_usage"] == 0.25
     states = {event["engine"]: (event["state"], event["version"]) for event in events.of("engine")}
     for event in events.kept:
         assert_declared(event)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,62 @@ async def test_each_key_shows_its_screen(run: Path) -> None:
     assert "\\x1b[31mno" in seen["failures"] and f"again: skyrl-train try {run} --prompt 3" in seen["failures"]
     assert "trainer.max_steps = 8" in seen["settings"]
     assert "\\x1b]0;title\\x07the last line" in seen["log"]
+
+
+async def test_before_the_first_step_the_parts_of_the_start_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / CONFIG).write_text(to_yaml(compose("quickstart", ["trainer.max_steps=8"])))
+    process = {"host": "", "pid": 1, "version": "", "python": "", "config": "", "git": None, "command": []}
+    for engines in (None, 75.0):
+        log = EventLog(path / EVENTS, clock=lambda: 5.0)
+        log.record("process", **process)
+        log.record("start_up", name="model \x1b[31m", t0=1.0, t1=None)
+        log.record("start_up", name="model \x1b[31m", t0=1.0, t1=3.5)
+        log.record("start_up", name="engines", t0=3.5, t1=engines and engines + 3.5)
+        log.close()
+        app = RunScreens(WatchedRun(path), poll_s=600.0)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await app.workers.wait_for_complete()
+            await pilot.pause()
+            shown = text_of(app, "panel")
+        # Of the last command only
+        assert (
+            shown.count("model \\x1b[31m: 2.5 s")
+            == shown.count(f"engines: {'...' if engines is None else '1:15'}")
+            == 1
+        )
+    with (path / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps({"step": 1, "time": time.time() + 10.0}) + "\n")
+    app = RunScreens(WatchedRun(path), poll_s=600.0)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "engines: " not in text_of(app, "panel") and "step 1/8" in text_of(app, "panel")
+
+
+async def test_samples_of_evaluations_and_of_versions_without_tokens_are_shown(tmp_path: Path) -> None:
+    path = RecordedRun(tmp_path / "run", steps=3).path
+    shutil.copy(path / "samples" / "step_000001.parquet", path / "samples" / "eval_000002.parquet")
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "metrics.jsonl").touch()
+    (old / "samples.jsonl").write_text('{"step": 2, "group_index": 7, "prompt": "p", "response": "r\\u001b[31m"}\n')
+    seen = {}
+    for run in (path, old):
+        app = RunScreens(WatchedRun(run), poll_s=600.0)
+        async with app.run_test(size=(120, 40)) as pilot:
+            for key in ("3", "e"):
+                await pilot.press(key)
+                for _ in range(2):
+                    await app.workers.wait_for_complete()
+                    await pilot.pause()
+                table = app.query_one(DataTable)
+                seen[run.name, key] = str(table.ordered_columns[0].label), *map(str, table.get_row_at(0)[:2])
+            if run == old:
+                assert "pr\\x1b[31m" in text_of(app, "sample")
+    assert seen["run", "3"] == ("step", "3", "8") and seen["run", "e"] == ("version", "2", "0")
+    assert seen["old", "3"] == seen["old", "e"] == ("step", "2", "7"), "it has no others"
 
 
 async def test_a_step_that_ends_meanwhile_is_shown(tmp_path: Path) -> None:

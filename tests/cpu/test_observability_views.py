@@ -6,6 +6,7 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 import shlex
 from contextlib import closing
 from pathlib import Path
@@ -103,18 +104,28 @@ REPORT = StepReport(
     trained_tokens_per_s=678.0,
     wait_for_batch=0.05,
     wait_for_policy=0.125,
+    train=0.8,
+    weight_sync=0.1,
+    running=9.6,
+    waiting=3.0,
+    kv_cache_usage=0.71,
+    oldest_s=4.12,
+    oldest_lag=1,
     checkpoint_step=2,
 )
 FACTS = (
     "3/300",
     "0.512",
     "1.2 (max 3)",
-    "28 in flight, 4 buffered",
-    "12.3k generated, 678 trained",
-    "trainer 5% for groups",
-    "generation 12% for a policy",
+    "28 in flight (oldest: 4.1 s, lag 1), 4 buffered",
     "step 2",
 )
+PANEL_FACTS = (
+    "█ train 80% ░ wait 5% ▒ weight sync 10%",
+    "678 tokens/s",
+    "12.3k tokens/s, 10 running, 3 waiting, KV cache 71%, slots idle 12%",
+)
+LINE_FACTS = ("12.3k generated, 678 trained", "trainer 5% for groups", "generation 12% for a policy")
 
 
 @pytest.mark.parametrize(("terminal", "kind"), [(True, TerminalView), (False, PlainView)])
@@ -132,8 +143,9 @@ def test_every_fact_of_a_step_is_shown(terminal: bool) -> None:
     view.note("resumed [from] step 2")
     view.close()
     view.close()
-    shown = raw.getvalue().decode()
-    for fact in (*FACTS, "[quickstart] fully_async", "resumed [from] step 2"):
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", raw.getvalue().decode())
+    of_view = PANEL_FACTS if terminal else LINE_FACTS
+    for fact in (*FACTS, *of_view, "[quickstart] fully_async", "resumed [from] step 2"):
         assert fact in shown, fact
 
 
@@ -161,6 +173,8 @@ def test_the_panel_keeps_to_one_line_for_each_fact_and_shows_what_alarms_in_red(
     shown = raw.getvalue().decode()
     for fact in ("0.512 ±0.25", "+0.131 in 10 steps", "version 100: pass@1", "entropy 1.50  grad 0.7", "0 █████ 25%"):
         assert fact in shown, fact
+    # Fits at 80 columns, and the bar has its ten characters.
+    assert "\x1b[32m████████\x1b[0m" in shown and "678 tokens/s" in shown
     assert "\x1b[31mess 0.20" in shown and "\x1b[31mno signal 75%" in shown and "\x1b[31mtruncated" not in shown
     # Each frame of the live panel is drawn over the one before; the last one has no more lines than the first.
     last = shown[shown.rindex("╭") :]
@@ -257,7 +271,7 @@ def test_a_run_without_a_step_says_every_few_seconds_that_it_lives_and_why_it_ha
     view = make_view(console, 100, "quickstart", clock=clock)
     for _ in range(12):
         clock.now += 1.0
-        view.waiting(8, FAILING)
+        view.waiting(8, FAILING, 75.0)
     view.update(REPORT)
     assert steps_shown(raw) == []  # it does not wait for the sign of life, nor the other way round
     clock.now += PLAIN_INTERVAL_S
@@ -266,7 +280,8 @@ def test_a_run_without_a_step_says_every_few_seconds_that_it_lives_and_why_it_ha
     clock.now += PLAIN_INTERVAL_S
     view.waiting(1, Failures())
     lines = raw.getvalue().decode().splitlines()[1:]
-    alive = "no step yet: 8 groups in flight, failed 2 groups (16 allowed), 5 retries (last: it raised ValueError('no [key]'))"
+    failed = "failed 2 groups (16 allowed), 5 retries (last: it raised ValueError('no [key]'))"
+    alive = f"no step yet: 8 groups in flight, the oldest for 1:15, {failed}"
     assert lines[0] == lines[1] == alive
     assert lines[3:] == ["no step since step 3: 1 group in flight"]
 
@@ -282,10 +297,10 @@ def test_the_panel_is_redrawn_every_second_without_a_step_and_says_why_there_is_
     assert len(raw.getvalue()) == drawn
     view.update(REPORT)
     clock.now += WAITING_INTERVAL_S
-    view.waiting(31, FAILING)
+    view.waiting(31, FAILING, 9.0)
     view.close()
     shown = raw.getvalue().decode()
-    assert "31 in flight, 4 buffered" in shown and "no [key]" in shown
+    assert "31 in flight (oldest: 9.0 s, lag 1), 4 buffered" in shown and "no [key]" in shown
 
 
 @pytest.mark.parametrize("terminal", [True, False])

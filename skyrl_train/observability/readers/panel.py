@@ -18,8 +18,9 @@ from skyrl_train.observability.readers.series import MetricTable
 from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.reporter import step_report
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
-from skyrl_train.observability.screen import Failures, StepReport, visible
+from skyrl_train.observability.screen import Failures, StepReport, age, visible
 
+START_UP_SEGMENTS = 1  # newest ones of the record; a command begins a new one
 CURVE_STEPS = 200  # of the past, spread over it, that are read for the curve of rewards
 
 
@@ -37,6 +38,7 @@ class WatchedRun:
         rewards: the mean rewards of earlier steps, some of them if there are many.
         in_flight: groups in generation after the newest step.
         failures: up to the newest step.
+        start_up: lines about the start of the last command, while it has not finished a step.
         parts: the fingerprints of its files at the last look.
     """
 
@@ -57,6 +59,7 @@ class WatchedRun:
         self.rewards = [reward for row in rows[:-1] if (reward := _finite(row).get("reward/mean")) is not None]
         self.title = visible(f"{root if self._name == '.' else root / self._name} ({self.header['mode']})")
         self.in_flight, self.failures = 0, Failures()
+        self.start_up: list[str] = []
         self._step, self._elapsed_s, self._read_at = 0, 0.0, time.monotonic()
         self.parts: dict[str, str] = {}
 
@@ -82,6 +85,7 @@ class WatchedRun:
             return None
         self.parts = parts
         newest = spread_rows(self._runs.file(self._name, METRICS), 1)
+        self.start_up = self._start_up(newest[-1].get("time") if newest else None)
         if not newest or newest[-1]["step"] == self._step:
             return None
         # A figure that this step lacks, or that its version of the library did not write, is 0.
@@ -103,6 +107,22 @@ class WatchedRun:
         report = step_report(self._step, numbers, saved, self.failures)
         advice = run_advice(self._table.columns(), self.store, self.settings)
         return replace(report, evaluation=visible("".join(evaluated)), advice=advice)
+
+    def _start_up(self, newest_at: Any) -> list[str]:
+        """Return a line for each part of the start of the last command; none if it has finished a step since.
+
+        Args:
+            newest_at: Unix time of the newest step; None: there is none.
+        """
+        events = self.store.rare(START_UP_SEGMENTS) or []
+        begins = [place for place, event in enumerate(events) if event["kind"] == "process"]
+        if not begins or (is_finite_number(newest_at) and newest_at > events[begins[-1]]["at"]):
+            return []
+        parts = {event["name"]: event for event in events[begins[-1] :] if event["kind"] == "start_up"}
+        return [
+            visible(f"  {name}: {'...' if event['t1'] is None else age(event['t1'] - event['t0'])}")
+            for name, event in parts.items()
+        ]
 
 
 def _finite(row: Mapping[str, Any]) -> dict[str, float]:
