@@ -1,9 +1,10 @@
 """Runs a generator of SkyRL unchanged: ``generator.name=skyrl``, ``generator.kwargs.cls=package.module:Class``.
 
-generate(group) ──SkyRL's arguments──> the generator ──client.generate──> our client, and a record of its responses
+generate(group) ──SkyRL's arguments──> the generator ──client.generate, HTTP──> our client, and a record of its responses
                                             └──> its output, versions filled in from the record
 
-The generator gets its tokens from ``client.generate``. A token that it adds itself does not train: no policy sampled it.
+The generator gets its tokens from ``client.generate``, or its agents from ``client.get_endpoint_url()``. A token that it adds
+itself does not train: no policy sampled it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -25,7 +27,9 @@ from skyrl_train.config.import_path import import_name
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
 from skyrl_train.errors import ConfigError, GeneratorOutputError, RolloutError
 from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.skyrl_endpoint import AgentEndpoint, RowTokens, ServedResponses
 from skyrl_train.inference.client import RequestClient
+from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.runtime.concurrency import gather_or_cancel
 from skyrl_train.runtime.seeds import derive_seed
 from skyrl_train.types import GeneratorInput, GeneratorOutput
@@ -71,10 +75,16 @@ class SkyRLClient:
     """
 
     def __init__(
-        self, client: RequestClient, tokenizer: Any, model_name: str, sampling_params: Mapping[str, Any]
+        self,
+        client: RequestClient,
+        tokenizer: Any,
+        model_name: str,
+        sampling_params: Mapping[str, Any],
+        endpoint: AgentEndpoint,
     ) -> None:
         self.model_name = model_name
         self._client = client
+        self._endpoint = endpoint
         self._tokenizer = tokenizer
         self._sampling_params = sampling_params
 
@@ -125,18 +135,16 @@ class SkyRLClient:
         }
 
     def get_endpoint_url(self) -> str:
-        """Raise: agents over HTTP are recorded by the harness.
+        """Return the URL of an OpenAI-compatible endpoint, without ``/v1``; see :class:`AgentEndpoint`.
 
         Raises:
-            ConfigError: always.
+            ConfigError: its address cannot be bound.
         """
-        raise ConfigError(
-            "generator.name=skyrl has no HTTP endpoint, which would record nothing. Run agents with generator.name=harness; "
-            "see agent_harness.md."
-        )
+        return self._endpoint.url()
 
     async def finish_session(self, session_id: str) -> None:
-        """Do nothing: a session holds no capacity here."""
+        """Forget the messages of a session. It holds no capacity here."""
+        self._endpoint.finish_session(session_id)
 
 
 class SkyRLGenerator(GeneratorInterface):
@@ -148,6 +156,8 @@ class SkyRLGenerator(GeneratorInterface):
     Args:
         cls: the import path of its class; by default SkyRL's generator for skyrl-gym.
         generator_cfg: further fields of SkyRL's ``GeneratorConfig`` by their dotted names.
+        endpoint: settings of the endpoint behind ``get_endpoint_url``, such as ``port`` and ``model_names``
+            (:class:`~skyrl_train.endpoint.server.settings.ServerSettings`).
         kwargs: further arguments of its constructor.
 
     Raises:
@@ -163,13 +173,16 @@ class SkyRLGenerator(GeneratorInterface):
         model_path: str,
         cls: str = GYM,
         generator_cfg: Mapping[str, Any] | None = None,
+        endpoint: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         generator = import_name(cls, "generator.kwargs.cls")
         named = inspect.signature(generator).parameters
-        sampling = dataclasses.asdict(generator_config.sampling_params)
+        self._sampling = dataclasses.asdict(generator_config.sampling_params)
+        names = [model_path, (generator_cfg or {}).get("inference_engine.served_model_name") or Path(model_path).name]
+        self._endpoint = AgentEndpoint(client, ["policy", *names], endpoint or {})
         offered = {
-            "inference_engine_client": SkyRLClient(client, tokenizer, model_path, sampling),
+            "inference_engine_client": SkyRLClient(client, tokenizer, model_path, self._sampling, self._endpoint),
             "tokenizer": tokenizer,
             "model_name": model_path,
         }
@@ -182,10 +195,19 @@ class SkyRLGenerator(GeneratorInterface):
             {"disable_tqdm": True} if "disable_tqdm" in inspect.signature(generator.generate).parameters else {}
         )
 
+    async def start(self) -> None:
+        await self._endpoint.start()
+
+    async def aclose(self) -> None:
+        await self._endpoint.aclose()
+
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         ids = input_batch["trajectory_ids"]
         seeds = input_batch["batch_metadata"].seeds
-        call = _RunningCall(dict(zip((each.to_string() for each in ids), seeds, strict=False)))
+        names = [each.to_string() for each in ids]
+        call = _RunningCall(dict(zip(names, seeds, strict=False)))
+        served = ServedResponses(SamplingParams.parse(input_batch["sampling_params"] or self._sampling), names)
+        self._endpoint.calls.append(served)
         before = _call.set(call)
         try:
             output = await self._generator.generate(
@@ -201,25 +223,28 @@ class SkyRLGenerator(GeneratorInterface):
             )
         finally:
             _call.reset(before)
-        rows = output.get("trajectory_ids") or ids
-        masks, logprobs, versions = [], [], []
-        for row, tokens in enumerate(output["response_ids"]):
-            session = rows[row].to_string()
-            mask, row_logprobs, row_versions = _take(tokens, output["loss_masks"][row], session, call.responses)
-            if any(output["loss_masks"][row]) and not any(mask):
-                raise GeneratorOutputError(
-                    f"None of the tokens of sample {session} that are to be trained came from client.generate. Text that was "
-                    "encoded again has other tokens; return the response_ids of the client."
-                )
-            masks.append(mask)
-            logprobs.append(row_logprobs)
-            versions.append(row_versions)
+            self._endpoint.calls.remove(served)
+        trajectories = output.get("trajectory_ids") or ids
+        rows: list[RowTokens] = []
+        for trajectory, prompt, tokens, wanted in zip(
+            trajectories, output["prompt_token_ids"], output["response_ids"], output["loss_masks"], strict=False
+        ):
+            session = trajectory.to_string()
+            row = _take(tokens, wanted, session, call.responses)
+            if any(wanted) and not any(row.loss_mask):
+                if not self._endpoint.is_open:
+                    raise GeneratorOutputError(
+                        f"None of the tokens of sample {session} that are to be trained came from client.generate. Text that "
+                        "was encoded again has other tokens; return the response_ids of the client."
+                    )
+                row = served.row(session, prompt, tokens, wanted)
+            rows.append(row)
         metrics = output.get("rollout_metrics") or {}
         return {
             "prompt_token_ids": output["prompt_token_ids"],
             "response_ids": output["response_ids"],
             "rewards": output["rewards"],
-            "loss_masks": masks,
+            "loss_masks": [row.loss_mask for row in rows],
             "stop_reasons": output.get("stop_reasons"),
             # Lengths and times are measured by the library; its metrics have other names.
             "rollout_metrics": {
@@ -227,16 +252,15 @@ class SkyRLGenerator(GeneratorInterface):
                 for name, value in metrics.items()
                 if name.startswith("environment/") and isinstance(value, Real)
             },
-            "rollout_logprobs": logprobs,
-            "rollout_versions": versions,
+            "rollout_logprobs": [row.logprobs for row in rows],
+            "rollout_versions": [row.versions for row in rows],
+            "rollout_grammars": [row.grammars for row in rows],
             "trajectory_ids": output.get("trajectory_ids"),
             "is_last_step": output.get("is_last_step"),
         }
 
 
-def _take(
-    tokens: Sequence[int], mask: Sequence[int], session: str, responses: list[_Response]
-) -> tuple[list[int], list[float], list[int]]:
+def _take(tokens: Sequence[int], mask: Sequence[int], session: str, responses: list[_Response]) -> RowTokens:
     """Find the responses that a row consists of, and remove them from ``responses``.
 
     A generator may have dropped the last token of a response, or cut the end of the row.
@@ -246,11 +270,8 @@ def _take(
         mask: 1 on tokens to train, [T].
         session: of the row's trajectory. Responses without a session belong to any.
         responses: in the order in which they ended.
-
-    Returns:
-        Loss mask, behaviour log-probs and versions of each token, [T] each; 0, 0.0 and -1 where no response is.
     """
-    trained, logprobs, versions = [0] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens)
+    row = RowTokens([0] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens), [])
     position = 0
     while position < len(tokens):
         length = 0
@@ -259,14 +280,14 @@ def _take(
                 continue
             length = _common(tokens, mask, position, response.token_ids)
             if length >= max(len(response.token_ids) - 1, 1) or position + length == len(tokens):
-                trained[position : position + length] = [1] * length
-                logprobs[position : position + length] = response.logprobs[:length]
-                versions[position : position + length] = response.versions[:length]
+                row.loss_mask[position : position + length] = [1] * length
+                row.logprobs[position : position + length] = response.logprobs[:length]
+                row.versions[position : position + length] = response.versions[:length]
                 del responses[index]
                 break
             length = 0
         position += max(length, 1)
-    return trained, logprobs, versions
+    return row
 
 
 def _common(tokens: Sequence[int], mask: Sequence[int], start: int, response: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
-from skyrl_train.errors import ConfigError, GeneratorOutputError, RolloutError
+from skyrl_train.errors import GeneratorOutputError, RolloutError
 from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.generators.skyrl import SkyRLClient
 from skyrl_train.generators.validation import to_samples
@@ -86,11 +86,6 @@ class TwoAnswersAtOnce(TwoTurns):
         }
 
 
-class OverHttp:
-    def __init__(self, inference_engine_client: SkyRLClient) -> None:
-        inference_engine_client.get_endpoint_url()
-
-
 def group(seeds: tuple[int, ...] = (10, 11)) -> GeneratorInput:
     return {
         "prompts": [[{"role": "user", "content": "?"}]] * 2,
@@ -138,11 +133,6 @@ async def test_a_dropped_last_token_and_a_token_that_was_added() -> None:
 async def test_text_that_was_encoded_again_is_an_error() -> None:
     with pytest.raises(GeneratorOutputError, match=r"a_0 .* came from client\.generate"):
         await build(ScriptedClient(), ends="encoded again").generate(group())
-
-
-def test_an_agent_over_http_is_sent_to_the_harness() -> None:
-    with pytest.raises(ConfigError, match=r"generator\.name=harness"):
-        build(ScriptedClient(), "OverHttp")
 
 
 async def test_a_request_outside_of_a_group_is_told() -> None:

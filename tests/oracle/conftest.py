@@ -6,10 +6,14 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import oracles
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "cpu"))  # for the scripted engine
 
 
 @pytest.fixture(scope="session")

@@ -46,8 +46,24 @@ class EndpointServer:
         assert isinstance(gateway, Gateway)
         self._gateway = gateway
         self._app = app
+        self._listener: tuple[socket.socket, str] | None = None  # and the base URL
         self._server: _EmbeddedUvicorn | None = None
         self._serving: asyncio.Task[None] | None = None
+
+    def bind(self) -> str:
+        """Take the port, and return the base URL as :meth:`start` does. Requests wait for ``start``. Idempotent.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        if self._listener is None:
+            settings = self._gateway.settings
+            listener, url = bind(settings.host, settings.port, PORT_SETTING)
+            listener.listen(BACKLOG)
+            if settings.public_url is not None:
+                url = settings.public_url.replace("{port}", str(listener.getsockname()[1])).rstrip("/")
+            self._listener = listener, f"{url}/v1"
+        return self._listener[1]
 
     async def start(self) -> str:
         """Listen, and return the base URL for OpenAI clients (it ends in ``/v1``): the public one, if there is one.
@@ -55,10 +71,10 @@ class EndpointServer:
         Raises:
             ConfigError: the address cannot be bound.
         """
+        self.bind()
+        assert self._listener is not None
+        listener, url = self._listener
         settings = self._gateway.settings
-        listener, url = bind(settings.host, settings.port, PORT_SETTING)
-        if settings.public_url is not None:
-            url = settings.public_url.replace("{port}", str(listener.getsockname()[1])).rstrip("/")
         # Headers that reveal the server or trust a proxy are off; logging belongs to the trainer.
         config = uvicorn.Config(
             self._app,
@@ -76,11 +92,14 @@ class EndpointServer:
         # serve() starts to listen in its task; the event tells when connections are accepted.
         self._serving = asyncio.create_task(self._server.serve([listener]), name="endpoint")
         await self._server.listening.wait()
-        return f"{url}/v1"
+        return url
 
     async def stop(self, drain_s: float = 10.0) -> None:
         """Reject new generations, wait up to ``drain_s`` seconds for running ones, then interrupt them. Idempotent."""
+        listener, self._listener = self._listener, None
         if self._server is None or self._serving is None:
+            if listener is not None:
+                listener[0].close()
             return
         gateway = self._gateway
         gateway.stopping = True  # new generations get a 503 from here on
