@@ -26,9 +26,17 @@ class RecordedRun:
     """
 
     def __init__(
-        self, path: Path, *, steps: int = 8, groups: int = 4, samples: int = 4, segment_bytes: int = SEGMENT_BYTES
+        self,
+        path: Path,
+        *,
+        steps: int = 8,
+        groups: int = 4,
+        samples: int = 4,
+        engines: int = 1,
+        segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self.path = path
+        self._engines = engines
         self._random = random.Random(0)
         self._events: list[tuple[float, dict[str, Any]]] = []
         path.mkdir(parents=True)
@@ -120,20 +128,23 @@ class RecordedRun:
             self._add(ended, "buffered", group=group, reward=round(self._random.random(), 3))
             lags.append(step - 1 - oldest)
         self._add(end - 0.3, "trained", step=step, groups=list(groups), lags=lags, masked=[0] * len(groups))
-        self._add(
-            end,
-            "engine",
-            engine=0,
-            state="healthy",
-            version=step,
-            running=len(groups),
-            waiting=0,
-            paused=False,
-            generated_tokens=step * 100,
-            prefill_tokens=10,
-            busy_s=end,
-            kv_cache_usage=0.25,
-        )
+        if step % 4 == 0:
+            self._add(end - 0.1, "checkpoint", step=step, t0=5000 + end - 0.2, t1=5000 + end - 0.1, ok=True)
+        for engine in range(self._engines):
+            self._add(
+                end,
+                "engine",
+                engine=engine,
+                state="healthy",
+                version=step,
+                running=(1 + 2 * engine) * len(groups),
+                waiting=0,
+                paused=False,
+                generated_tokens=step * 100,
+                prefill_tokens=10,
+                busy_s=end,
+                kv_cache_usage=0.25,
+            )
 
     def _sample(self, group: int, sample: int) -> dict[str, Any]:
         return {"session": f"p@{group}_{sample}", "group": group, "sample": sample}
@@ -142,6 +153,8 @@ class RecordedRun:
         reward = step / (step + 5)
         spread = {"reward/mean": reward, "reward/p10": reward / 2, "reward/p90": min(1.0, 2 * reward)}
         staleness = {"staleness/mean": 1.5, "staleness/histogram/1": 2.0, "staleness/histogram/2": 2.0}
+        staleness |= {"staleness/in_flight_histogram/1": 4.0}
+        staleness |= {"staleness/in_queue_histogram/0": 2.0, "staleness/in_queue_histogram/1": 2.0}
         times = {"step": 1.0, "train": 0.65, "wait_for_batch": 0.05, "gather": 0.08, "transfer": 0.08, "pause": 0.12}
         speeds = {"inference/tokens_per_second": 100.0, "policy/tokens_per_second": 90.0, "async/idle_fraction": 0.3}
         generated = {

@@ -60,7 +60,7 @@ def painted(selector: str) -> str:
 
 async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    RecordedRun(runs / "first-1")
+    RecordedRun(runs / "first-1", engines=2)
     RecordedRun(runs / "second-1", steps=4)
     hostile = runs / "hostile"
     hostile.mkdir()
@@ -79,6 +79,11 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
         await browser.open(f"{of_first}/overview")
         await browser.until("document.querySelectorAll('.uplot canvas').length >= 8")
         await browser.until(painted(".uplot canvas"))
+        await browser.until("document.querySelector('.card .note').innerText === '▲ a checkpoint'")
+        assert await browser.value("document.querySelector('.halves').innerText.trim().split(/\\s*\\n\\s*/)") == [
+            "gained in flight",
+            "gained in the queue",
+        ]
         await browser.until("document.querySelector('.verdict').innerText.includes('Learned: reward 0.2')")
         await shot(browser, "overview")
         await browser.open(f"{of_first}/timeline")
@@ -86,6 +91,14 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
         await shot(browser, "timeline")
         await browser.open(f"{of_first}/samples?phase=train&step=3&row=1")
         await browser.until("document.querySelectorAll('.tokens [data-i]').length > 5")
+        # Four of the eight responses of this step end by their length; facets are combined.
+        for facet, option, rows in (("stop_reason", "length", 4), ("reward", "", 1), ("stop_reason", "", 2)):
+            await browser.value(f"""(() => {{
+                const facet = document.querySelector("[data-facet={facet}]");
+                facet.value = "{option}" || facet.options["{facet}" === "reward" ? 1 : 0].value;
+                facet.dispatchEvent(new Event("change", {{bubbles: true}}));
+            }})()""")
+            await browser.until(f"document.querySelectorAll('table.samples tbody tr').length === {rows}")
         await browser.value("document.querySelector('.tokens [data-i]').click()")
         await browser.until("document.querySelector('.facts').innerText.includes('log-prob')")
         await shot(browser, "samples")
@@ -101,6 +114,9 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
             await browser.open(f"{of_first}/{view}")
             await browser.until(f"document.querySelector('nav [aria-current]').href.endsWith('/{view}')")
             await browser.until("!document.querySelector('main').innerText.includes('Reading')")
+            if view == "engines":  # the second one runs three times as many requests, and samples as many tokens
+                cells = "[...document.querySelectorAll('.share')].map(one => one.innerText)"
+                assert await browser.value(cells) == ["25 %", "50 %", "75 %", "50 %"]
             await shot(browser, view)
         assert await browser.value("document.querySelector('h3').innerText") == "Alarms and advice"
         await browser.open(f"{url}#/compare?run=first-1&run=second-1")

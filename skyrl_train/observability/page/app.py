@@ -33,7 +33,7 @@ from skyrl_train.observability.page.prometheus import exposition
 from skyrl_train.observability.readers.comparison import AXES, compared
 from skyrl_train.observability.readers.encoding import to_json
 from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
-from skyrl_train.observability.readers.incidents import incidents, log_end, log_files, run_advice
+from skyrl_train.observability.readers.incidents import checkpoint_steps, incidents, log_end, log_files, run_advice
 from skyrl_train.observability.readers.samples import prompt_rows, step_rows, whole_sequence
 from skyrl_train.observability.readers.series import MetricTable, curves
 from skyrl_train.observability.readers.settings import differing_settings, settings_table
@@ -76,6 +76,7 @@ def create_page(root: Path, token: str | None = None) -> Starlette:
         "metrics": page.metrics,
         "settings": page.settings,
         "evaluations": page.evaluations,
+        "checkpoints": page.checkpoints,
         "compare": page.compare,
         "engines": page.engines,
         "incidents": page.incidents,
@@ -145,6 +146,9 @@ class _Page:
 
     def evaluations(self, query: QueryParams) -> Any:
         return list(read_jsonl(self._runs.file(_text(query, "run"), EVALUATIONS)))
+
+    def checkpoints(self, query: QueryParams) -> Any:
+        return checkpoint_steps(self._store(_text(query, "run")), RECORD_SEGMENTS)
 
     def compare(self, query: QueryParams) -> Any:
         names, axis = query.getlist("run")[:MAX_COMPARED], query.get("axis", "step")

@@ -47,6 +47,12 @@ def incidents(store: EventStore, segments: int = MAX_SCANNED) -> dict[str, Any] 
     }
 
 
+def checkpoint_steps(store: EventStore, segments: int) -> list[int]:
+    """Return the steps of which a checkpoint was written, in their order, as the newest ``segments`` of the record say."""
+    written = (event for event in store.rare(segments) or () if event["kind"] == "checkpoint" and event["ok"])
+    return sorted({event["step"] for event in written})
+
+
 def run_advice(
     columns: Mapping[str, NDArray[np.float64]], store: EventStore, settings: Mapping[str, Any]
 ) -> list[Advice]:

@@ -42,7 +42,7 @@ MAX_ENGINE_POINTS = 400
 _KEPT_SEGMENTS = 16  # in memory
 _FIRST_BYTES = 1 << 16
 MAX_SCANNED = 100  # segments in which failures are looked for
-_RARE = re.compile(rb'"kind":"(failed|retried|warning|alarm|process|start_up|run|resume|end|lost)"')
+_RARE = re.compile(rb'"kind":"(failed|retried|warning|alarm|process|start_up|run|resume|end|checkpoint|lost)"')
 _ENDS = ("trained", "failed", "filtered", "dropped")  # of a group
 _LIVES = ("admitted", "restored", "replayed", "retried", "finished", "stage", "buffered")  # of a group before its end
 _OF_GROUPS = re.compile(rf'"kind":"({"|".join((*_LIVES, *_ENDS))})"'.encode())
@@ -371,6 +371,11 @@ def _drawn(segments: Sequence[EventSegment], groups: list[Group], t0: float, t1:
         "evaluations": [
             [e["version"], e["t0"], e["t1"]]
             for e in events_of(segments, "evaluation")
+            if e["t1"] >= t0 and e["t0"] <= t1
+        ],
+        "checkpoints": [
+            [e["step"], e["t0"], e["t1"], e["ok"]]
+            for e in events_of(segments, "checkpoint")
             if e["t1"] >= t0 and e["t0"] <= t1
         ],
         "processes": [e["at"] for e in events_of(segments, "process") if t0 <= e["at"] <= t1],

@@ -14,8 +14,10 @@ import numpy as np
 from skyrl_train.events.log import EVENTS
 from skyrl_train.observability.metrics import known_spec
 from skyrl_train.observability.readers.encoding import to_json
+from skyrl_train.observability.readers.incidents import checkpoint_steps
 from skyrl_train.observability.readers.series import MetricTable, curves
 from skyrl_train.observability.readers.timeline import EventStore
+from skyrl_train.observability.readers.verdict import RECORD_SEGMENTS
 from skyrl_train.observability.report.facts import RunFacts, read_facts, typical_steps
 from skyrl_train.observability.report.html import to_html
 from skyrl_train.observability.report.markdown import to_markdown
@@ -27,7 +29,8 @@ logger = logging.getLogger(__name__)
 # The metrics that the page's overview draws (WANTED in overview.js).
 OVERVIEW = (
     "inference/generated_tokens_total", "reward/mean", "reward/p10", "reward/p90", "reward/min", "reward/max",
-    "reward/zero_variance_groups", "time/", "async/idle_fraction", "staleness/histogram/", "staleness/mean", "staleness/max",
+    "reward/zero_variance_groups", "time/", "async/idle_fraction", "staleness/histogram/",
+    "staleness/in_flight_histogram/", "staleness/in_queue_histogram/", "staleness/mean", "staleness/max",
     "inference/tokens_per_second", "policy/tokens_per_second", "generate/response_tokens", "generate/response_tokens_p50",
     "generate/response_tokens_p90", "generate/response_tokens_max", "generate/truncated", "generate/latency_s_p50",
     "generate/latency_s_p99", "loss/entropy", "policy/grad_norm", "policy/kl_to_reference", "off_policy/ess", "off_policy/kl_k3",
@@ -55,6 +58,7 @@ def write_report(run: Path, folder: Path | None = None) -> Path:
         "metrics .": decimated(table, OVERVIEW, CURVE_BYTES),
         # All that the overview draws of them.
         "evaluations .": [{name: row.get(name) for name in ("step", "eval/reward")} for row in facts.evaluations],
+        "checkpoints .": checkpoint_steps(store, RECORD_SEGMENTS),
         "timeline .": _timeline(facts, store),
     }
     bound = {"trainer": {"fully_async": {"max_staleness_steps": facts.bound}}}

@@ -71,7 +71,7 @@ export function Chart({ x, series, bands = [], unit = "", axis = "step", height 
       scales: { x: { time: false, range: (u, low, high) => latest.current.range ?? [low, high === low ? low + 1 : high] }, y: { range: yRange ?? within } },
       axes: [
         { ...axisStyle, size: 24, gap: 2, values: (u, ticks) => ticks.map(axis === "elapsed" ? duration : tick) },
-        { ...axisStyle, size: 50, gap: 4, values: (u, ticks) => ticks.map(UNITS[unit] ?? tick) },
+        { ...axisStyle, size: 50, gap: 4, space: height < 100 ? 16 : 30, values: (u, ticks) => ticks.map(UNITS[unit] ?? tick) },
       ],
       series: [
         { label: axis === "elapsed" ? "time" : axis, value: (u, at) => (axis === "elapsed" ? duration : plainNumber)(at ?? latest.current.x.at(-1)) },

@@ -214,11 +214,12 @@ export class Lanes {
     this.label("time", AXIS / 2);
     c.save();
     c.beginPath();
-    c.rect(LEFT, AXIS - 2, right - LEFT, this.head);
+    c.rect(LEFT, AXIS - 5, right - LEFT, this.head);
     c.clip();
     this.paintSteps(AXIS, this.head);
     this.paintActivities(this.trainer, AXIS);
     this.paintActivities(this.sync, AXIS + ROW);
+    this.paintCheckpoints(AXIS + 2);
     this.engines.forEach(([, points], index) => this.paintEngine(points, AXIS + 2 * ROW + 4 + index * ENGINE));
     if (this.data.density) this.paintDensity(this.head - 96);
     if (this.data.known_from > this.view.t0) {
@@ -257,6 +258,22 @@ export class Lanes {
       }
       c.globalAlpha = 1;
       this.drawn.push({ left, right, top, bottom: top + ROW, span: [name, step, t0, t1] });
+    }
+  }
+
+  // Above the trainer, which goes on meanwhile
+  paintCheckpoints(bottom) {
+    const { c } = this;
+    for (const [step, t0, t1, ok] of this.data.checkpoints ?? []) {
+      const left = this.x(t0), right = Math.max(this.x(t1), left + 1);
+      c.fillStyle = ok ? PALETTE[3] : this.ink.bad;
+      c.fillRect(left, bottom - 2, right - left, 2);
+      c.beginPath();
+      c.moveTo(right - 4, bottom);
+      c.lineTo(right, bottom - 7);
+      c.lineTo(right + 4, bottom);
+      c.fill();
+      this.drawn.push({ left: left - 4, right: right + 4, top: bottom - 7, bottom, checkpoint: [step, t1 - t0, ok] });
     }
   }
 
@@ -483,6 +500,10 @@ export class Lanes {
       const [, state, version, running, waiting, paused, speed, cache] = one.point;
       return [`${plain(state)}${paused ? ", paused" : ""}, version ${version ?? "unknown"}`, `${number(running)} running, ${number(waiting)} waiting`,
         [speed === null ? "" : `${number(speed)} tokens/s`, cache === null ? "" : `KV cache ${withUnit(cache, "share")}`].filter(Boolean).join(", ")];
+    }
+    if (one.checkpoint) {
+      const [step, took, ok] = one.checkpoint;
+      return [`checkpoint of step ${step}${ok ? "" : " failed"}, ${seconds(took)}`];
     }
     const group = one.group;
     return [

@@ -1,13 +1,13 @@
 // Does it learn, is it sane, who waits for whom: the first view of a run, and the curves of all its metrics.
 import { html, useMemo, useState } from "./vendor/preact.js";
 import { AXES, axisOf, Chart, faint, MetricCard, sharesOf, TOKENS, useCurves, zeroBased } from "./charts.js";
-import { colour, get, number, PALETTE, useAnswer, useStored, useTheme, withUnit } from "./util.js";
+import { colour, get, number, PALETTE, useAnswer, usePaced, useStored, useTheme, withUnit } from "./util.js";
 
 const [BLUE, ORANGE, GREEN, PINK, SKY] = PALETTE;
 
 const WANTED = [
   TOKENS, "reward/mean", "reward/p10", "reward/p90", "reward/min", "reward/max", "reward/zero_variance_groups", "time/", "async/idle_fraction",
-  "staleness/histogram/", "staleness/mean", "staleness/max", "inference/tokens_per_second", "policy/tokens_per_second",
+  "staleness/histogram/", "staleness/in_flight_histogram/", "staleness/in_queue_histogram/", "staleness/mean", "staleness/max", "inference/tokens_per_second", "policy/tokens_per_second",
   "generate/response_tokens", "generate/response_tokens_p50", "generate/response_tokens_p90", "generate/response_tokens_max",
   "generate/truncated", "generate/latency_s_p50", "generate/latency_s_p99", "loss/entropy", "policy/grad_norm", "policy/kl_to_reference",
   "off_policy/ess", "off_policy/kl_k3", "policy/ratio_mean", "policy/clip_fraction", "off_policy/clipped_fraction", "loss/policy", "loss/value",
@@ -38,6 +38,7 @@ export function Overview({ run, info, ticks }) {
   useTheme();
   const { data, error } = useCurves(run, WANTED, ticks.metrics);
   const evaluations = useAnswer(() => get("evaluations", { run }), run, ticks.evaluations).data ?? [];
+  const checkpoints = useAnswer(() => get("checkpoints", { run }), run, usePaced(ticks.events, "checkpoints")).data ?? [];
   if (error) return html`<div class="error">${error}</div>`;
   if (!data) return html`<div class="empty">Reading metrics …</div>`;
   if (!data.step.length) return html`<div class="empty">No step has ended yet. ${info.state === "live" ? "Engines start and the first groups are generated." : ""}</div>`;
@@ -48,7 +49,7 @@ export function Overview({ run, info, ticks }) {
   return html`
     <${AxisChoice} axis=${axis} setAxis=${setAxis} data=${data} range=${range} setRange=${setRange} />
     <div class="grid">
-      <${Reward} ...${shared} evaluations=${evaluations} />
+      <${Reward} ...${shared} evaluations=${evaluations} checkpoints=${checkpoints} />
       <${WhoWaits} ...${shared} />
       <${Lag} ...${shared} />
       <${Throughput} ...${shared} />
@@ -68,8 +69,23 @@ function Card({ title, unit, now, note, children }) {
   return html`<div class="card"><h2>${title}<span class="unit">${unit}</span><span class="now">${now}</span></h2>${children}${note && html`<p class="note">${note}</p>`}</div>`;
 }
 
-function Reward({ data, x, evaluations, ...shared }) {
+function Reward({ data, x, evaluations, checkpoints, ...shared }) {
   const [low, high, what] = some(data.mean["reward/p10"]) ? ["reward/p10", "reward/p90", "p10–p90"] : ["reward/min", "reward/max", "min–max"];
+  // What happened after a step belongs to the first point that contains it.
+  const pointOf = (wanted) => Math.max(0, Math.min(data.step.length - 1, data.step.findIndex((step) => step >= wanted)));
+  const marks = [...new Set(checkpoints.map(pointOf))];
+  const draw = (u) => {
+    u.ctx.fillStyle = PINK;
+    for (const mark of marks) {
+      const left = u.valToPos(x[mark], "x", true), bottom = u.bbox.top + u.bbox.height, size = 4 * devicePixelRatio;
+      if (left < u.bbox.left || left > u.bbox.left + u.bbox.width) continue;
+      u.ctx.beginPath();
+      u.ctx.moveTo(left - size, bottom);
+      u.ctx.lineTo(left, bottom - 2 * size);
+      u.ctx.lineTo(left + size, bottom);
+      u.ctx.fill();
+    }
+  };
   const series = [{ label: "mean", values: data.mean["reward/mean"] ?? [], stroke: GREEN, width: 2 }];
   const bands = [];
   if (some(data.mean[low])) {
@@ -80,11 +96,11 @@ function Reward({ data, x, evaluations, ...shared }) {
   const measured = evaluations.filter((row) => typeof row["eval/reward"] === "number" && data.step.length);
   if (measured.length) {
     const dots = Array(data.step.length).fill(null);
-    // An evaluation belongs to the first point that contains its step.
-    for (const row of measured) dots[Math.max(0, Math.min(dots.length - 1, data.step.findIndex((step) => step >= row.step)))] = row["eval/reward"];
+    for (const row of measured) dots[pointOf(row.step)] = row["eval/reward"];
     series.push({ label: "evaluation", values: dots, stroke: ORANGE, points: true });
   }
-  return html`<${Card} title="Reward" unit="return per sample" now=${number(last(data.mean["reward/mean"]))}><${Chart} x=${x} series=${series} bands=${bands} ...${shared} /><//>`;
+  return html`<${Card} title="Reward" unit="return per sample" now=${number(last(data.mean["reward/mean"]))} note=${marks.length > 0 && html`<span class="checkpoint">▲</span> a checkpoint`}>
+    <${Chart} x=${x} series=${series} bands=${bands} draw=${draw} ...${shared} /><//>`;
 }
 
 // Shares of each step's time, stacked. Parts of the trainer's time that overlap with something else are left out.
@@ -118,24 +134,49 @@ function WhoWaits({ data, x, ...shared }) {
     <${Chart} x=${x} series=${series} unit="share" yRange=${sharesOf} ...${shared} /><//>`;
 }
 
-// A heat map: lag by step, the share of the step's groups as opacity.
+// Heat maps of the lag by step: all of it, and its parts in flight and in the queue.
 function Lag({ data, x, info, ...shared }) {
-  const lags = Object.keys(data.mean).map((name) => /^staleness\/histogram\/(\d+)$/.exec(name)?.[1]).filter(Boolean).map(Number);
   const mean = data.mean["staleness/mean"] ?? [];
-  const bound = info.settings?.trainer?.fully_async?.max_staleness_steps;
-  const asynchronous = String(info.mode).includes("async");
-  const highest = Math.max(1, ...lags, ...(asynchronous && Number.isFinite(bound) ? [bound] : []));
-  const totals = x.map((_, index) => lags.reduce((sum, lag) => sum + (data.mean[`staleness/histogram/${lag}`]?.[index] ?? 0), 0));
+  const bound = String(info.mode).includes("async") ? info.settings?.trainer?.fully_async?.max_staleness_steps : undefined;
+  const whole = heatOf(data, x, "staleness/histogram/", BLUE), highest = Math.max(1, whole.highest, Number.isFinite(bound) ? bound : 0);
+  const draw = (u) => {
+    whole.draw(u);
+    if (!Number.isFinite(bound)) return;
+    const y = u.valToPos(bound + 0.5, "y", true), context = u.ctx;
+    context.save();
+    context.strokeStyle = colour("bad");
+    context.setLineDash([5, 4]);
+    context.beginPath();
+    context.moveTo(u.bbox.left, y);
+    context.lineTo(u.bbox.left + u.bbox.width, y);
+    context.stroke();
+    context.restore();
+  };
+  const series = [{ label: "mean lag", values: mean, stroke: ORANGE, width: whole.highest < 0 ? 2 : 1 }];
+  if (some(data.mean["staleness/max"])) series.push({ label: "max", values: data.mean["staleness/max"], stroke: "transparent", width: 0 });
+  const parts = [["in flight", "staleness/in_flight_histogram/", SKY], ["in the queue", "staleness/in_queue_histogram/", PINK]]
+    .map(([name, prefix, fill]) => ({ name, ...heatOf(data, x, prefix, fill) })).filter((part) => part.highest >= 0);
+  return html`<${Card} title="Lag" unit="steps" now=${number(last(mean))}
+    note=${`Darker: more of the step's groups.${Number.isFinite(bound) ? ` Dashed: the bound, ${bound}.` : ""}`}>
+    <${Chart} x=${x} series=${series} yRange=${() => [-0.5, highest + 0.7]} draw=${draw} ...${shared} height=${parts.length ? 120 : 190} />
+    ${parts.length > 0 && html`<div class="halves">${parts.map((part) => html`<div key=${part.name}><span class="unit">gained ${part.name}</span>
+      <${Chart} x=${x} series=${[{ label: part.name, values: mean, stroke: "transparent", width: 0 }]} yRange=${() => [-0.5, Math.max(1, part.highest) + 0.7]} draw=${part.draw} ...${shared} height=${72} legend=${false} /></div>`)}</div>`}<//>`;
+}
+
+// The map of the metrics `prefix`<lag>: `draw` fills a cell per lag and step, with the share of the step's groups as opacity.
+function heatOf(data, x, prefix, fill) {
+  const lags = Object.keys(data.mean).filter((name) => name.startsWith(prefix)).map((name) => Number(name.slice(prefix.length)));
+  const totals = x.map((_, index) => lags.reduce((sum, lag) => sum + (data.mean[prefix + lag][index] ?? 0), 0));
   const draw = (u) => {
     const context = u.ctx;
     context.save();
     context.beginPath();
     context.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
     context.clip();
-    context.fillStyle = BLUE;
+    context.fillStyle = fill;
     const edge = (index) => u.valToPos(index < 0 ? x[0] - ((x[1] ?? x[0] + 1) - x[0]) / 2 : index >= x.length - 1 ? x.at(-1) + (x.at(-1) - (x.at(-2) ?? x.at(-1) - 1)) / 2 : (x[index] + x[index + 1]) / 2, "x", true);
     for (const lag of lags) {
-      const counts = data.mean[`staleness/histogram/${lag}`];
+      const counts = data.mean[prefix + lag];
       const top = u.valToPos(lag + 0.5, "y", true) + 1, bottom = u.valToPos(lag - 0.5, "y", true) - 1;
       for (let index = 0; index < x.length; index++) {
         const share = (counts[index] ?? 0) / (totals[index] || 1);
@@ -145,23 +186,9 @@ function Lag({ data, x, info, ...shared }) {
         context.fillRect(left, top, Math.max(1, right - left - (right - left > 6 ? 1 : 0)), bottom - top);
       }
     }
-    context.globalAlpha = 1;
-    if (asynchronous && Number.isFinite(bound)) {
-      const y = u.valToPos(bound + 0.5, "y", true);
-      context.strokeStyle = colour("bad");
-      context.setLineDash([5, 4]);
-      context.beginPath();
-      context.moveTo(u.bbox.left, y);
-      context.lineTo(u.bbox.left + u.bbox.width, y);
-      context.stroke();
-    }
     context.restore();
   };
-  const series = [{ label: "mean lag", values: mean, stroke: ORANGE, width: lags.length ? 1 : 2 }];
-  if (some(data.mean["staleness/max"])) series.push({ label: "max", values: data.mean["staleness/max"], stroke: "transparent", width: 0 });
-  return html`<${Card} title="Lag" unit="steps" now=${number(last(mean))}
-    note=${`Darker: more of the step's groups.${asynchronous && Number.isFinite(bound) ? ` Dashed: the bound, ${bound}.` : ""}`}>
-    <${Chart} x=${x} series=${series} yRange=${() => [-0.5, highest + 0.7]} draw=${draw} ...${shared} /><//>`;
+  return { highest: Math.max(-1, ...lags), draw };
 }
 
 function Throughput({ data, x, ...shared }) {

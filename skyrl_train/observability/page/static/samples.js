@@ -6,12 +6,14 @@ const COLUMNS = [
   ["group_index", "group", "n"], ["sample", "sample", "n"], ["reward", "reward", "n"], ["advantage", "advantage", "n"], ["tokens", "tokens", "n"],
   ["turns", "turns", "n"], ["lag", "lag", "n"], ["stop_reason", "end", ""], ["prompt", "prompt", "wrap"], ["response", "response", "wrap"],
 ];
+const FACETS = [["stop_reason", "end"], ["lag", "lag"], ["data_source", "source"], ["chosen", "recorded as"], ["reward", "reward"]];
+const MOST_VALUES = 6; // of a number that are listed one by one; more are put into four ranges of equal width
 const SHOWN_TOKENS = 4000;
 
 export function Samples({ run, ticks, query }) {
   const phase = query.get("phase") ?? "train", step = Number(query.get("step") ?? 0), uid = query.get("uid");
   const group = query.get("group"), row = query.get("row");
-  const [order, setOrder] = useState(["group_index", 1]), [wanted, setWanted] = useState("");
+  const [order, setOrder] = useState(["group_index", 1]), [wanted, setWanted] = useState(""), [facets, setFacets] = useState({});
   const go = (change) => {
     const next = new URLSearchParams(Object.entries({ phase, step: step || "", uid: uid ?? "", group: group ?? "", row: row ?? "", ...change }).filter(([, one]) => one !== "" && one !== null));
     location.hash = `#/run/${encodeURIComponent(run)}/samples?${next}`;
@@ -24,7 +26,9 @@ export function Samples({ run, ticks, query }) {
   if (!data.steps.length && data.phases.length < 2) return html`<div class="empty">No samples are recorded yet.</div>`;
   const all = uid ? over ?? [] : data.rows.filter((one) => !group || String(one.group_index) === group);
   const words = wanted.toLowerCase().split(/\s+/).filter(Boolean);
-  const rows = all.filter((one) => words.every((word) => `${one.prompt} ${one.response} ${one.stop_reason} ${one.uid} ${one.data_source ?? ""} ${one.chosen ?? ""}`.toLowerCase().includes(word)));
+  const offered = FACETS.map(([key, label]) => ({ key, label, options: optionsOf(key, all) })).filter(({ options }) => options.length > 1);
+  const chosenOptions = offered.map(({ key, options }) => options.find(({ name }) => name === facets[key])).filter(Boolean);
+  const rows = all.filter((one) => chosenOptions.every((option) => option.fits(one)) && words.every((word) => `${one.prompt} ${one.response} ${one.stop_reason} ${one.uid} ${one.data_source ?? ""} ${one.chosen ?? ""}`.toLowerCase().includes(word)));
   const [by, sign] = order;
   const compare = (a, b) => (a[by] === b[by] ? 0 : a[by] === null || a[by] === undefined ? 1 : b[by] === null || b[by] === undefined ? -1 : (a[by] < b[by] ? -1 : 1) * sign);
   const sorted = [...rows].sort((a, b) => (uid ? a.step - b.step : 0) || compare(a, b));
@@ -42,6 +46,8 @@ export function Samples({ run, ticks, query }) {
         ${step > 0 && html`<button onClick=${() => go({ step: "", row: "", group: "" })}>newest</button>`}</span>`}
       ${uid && html`<span>prompt <b><${Text}>${uid}<//></b> over the run <button onClick=${() => go({ uid: "", row: "" })}>✕</button></span>`}
       ${group && html`<span>group ${group} only <button onClick=${() => go({ group: "", row: "" })}>✕</button></span>`}
+      ${offered.map(({ key, label, options }) => html`<label key=${key}>${label} <select data-facet=${key} value=${options.some(({ name }) => name === facets[key]) ? facets[key] : ""} onChange=${(event) => setFacets({ ...facets, [key]: event.target.value })}>
+        <option value="">all</option>${options.map((option) => html`<option value=${option.name}>${option.name} (${all.filter(option.fits).length})</option>`)}</select></label>`)}
       <input type="search" placeholder="text, end, prompt" value=${wanted} onInput=${(event) => setWanted(event.target.value)} />
       <span>${rows.length} of ${all.length} responses</span>
     </div>
@@ -55,6 +61,20 @@ export function Samples({ run, ticks, query }) {
         ${uid && html`<td class="n">${one.phase === "eval" ? "evaluation " : ""}${one.step}</td>`}
         ${columns.map(([key, , kind]) => html`<td class=${kind}>${key === "reward" ? html`<${Reward} value=${one.reward} all=${all} />` : kind === "wrap" ? html`<${Text} newlines>${one[key]}<//>` : kind === "n" ? number(one[key]) : plain(one[key])}</td>`)}
         <td class="was">${plain((one.chosen ?? "").split(",").filter((why) => why !== "first").join(", "))}</td></tr>`)}</tbody></table></div>`}`;
+}
+
+// The choices of a facet: a name, and which rows fit.
+function optionsOf(key, all) {
+  const values = key === "chosen" ? all.flatMap((one) => (one.chosen ?? "").split(",")) : all.map((one) => one[key]);
+  const known = [...new Set(values)].filter((one) => one !== null && one !== undefined && one !== "").sort((a, b) => (a < b ? -1 : 1));
+  if (typeof known[0] !== "number" || known.length <= MOST_VALUES) {
+    return known.map((value) => ({ name: typeof value === "number" ? number(value) : plain(value), fits: (one) => (key === "chosen" ? (one.chosen ?? "").split(",").includes(value) : one[key] === value) }));
+  }
+  const [low, high] = [known[0], known.at(-1)], edge = (index) => low + ((high - low) * index) / 4;
+  return [0, 1, 2, 3].map((index) => ({
+    name: `${number(edge(index))} to ${number(edge(index + 1))}`,
+    fits: (one) => typeof one[key] === "number" && one[key] >= edge(index) && (index === 3 ? one[key] <= high : one[key] < edge(index + 1)),
+  }));
 }
 
 function Reward({ value, all }) {

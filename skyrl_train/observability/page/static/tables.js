@@ -1,7 +1,7 @@
 // Evaluations, engines, alarms, and what went wrong.
 import { html, useState } from "./vendor/preact.js";
 import { Chart, zeroBased } from "./charts.js";
-import { ago, bytes, get, moment, number, PALETTE, plain, Text, useAnswer, useStored, useTheme, versionColour, withUnit } from "./util.js";
+import { ago, bytes, get, moment, number, PALETTE, plain, seconds, Text, useAnswer, useStored, useTheme, versionColour, withUnit } from "./util.js";
 
 export function Evaluations({ run, ticks }) {
   useTheme();
@@ -27,19 +27,28 @@ export function Engines({ run, ticks }) {
   const engines = Object.entries(data.engines ?? {});
   if (!engines.length) return html`<div class="empty">This run has recorded no state of its engines.</div>`;
   const newest = Math.max(...engines.map(([, points]) => points.at(-1)[0]));
+  const shares = engineShares(engines.map(([, points]) => points));
   const cached = engines.some(([, points]) => points.some((point) => point[7] !== null));
-  return html`<div class="scroll"><table><thead><tr><th>engine</th><th>state</th><th>version</th><th class="n">running</th><th class="n">waiting</th><th class="n">tokens/s</th>${cached && html`<th class="n">KV cache</th>`}<th>last sign</th></tr></thead><tbody>
-      ${engines.map(([name, points]) => { const [at, state, version, running, waiting, paused, speed, cache] = points.at(-1); return html`<tr><td>engine ${name}</td>
+  return html`<div class="scroll"><table><thead><tr><th>engine</th><th>state</th><th>version</th><th class="n">running</th><th class="n">waiting</th><th class="n">tokens/s</th><th class="n">of all requests</th><th class="n">of all tokens</th>${cached && html`<th class="n">KV cache</th>`}<th>last sign</th></tr></thead><tbody>
+      ${engines.map(([name, points], index) => { const [at, state, version, running, waiting, paused, speed, cache] = points.at(-1); return html`<tr><td class="when">engine ${name}</td>
         <td><span class=${`state ${{ healthy: "live", dead: "failed", retired: "stopped" }[state] ?? "silent"}`}>${plain(state)}${paused ? ", paused" : ""}</span></td>
-        <td><i class="swatch" style=${{ background: versionColour(version) }}></i>${version ?? "–"}</td><td class="n">${number(running)}</td><td class="n">${number(waiting)}</td><td class="n">${number(speed)}</td>${cached && html`<td class="n">${withUnit(cache, "share")}</td>`}<td>${ago(at)}</td></tr>`; })}
+        <td><i class="swatch" style=${{ background: versionColour(version) }}></i>${version ?? "–"}</td><td class="n">${number(running)}</td><td class="n">${number(waiting)}</td><td class="n">${number(speed)}</td>
+        ${shares.map((of) => html`<td class="n">${of === null ? "–" : html`<span class="share"><span class="track"><i style=${{ width: `${Math.round(100 * of[index])}%` }}></i></span>${withUnit(of[index], "share")}</span>`}</td>`)}${cached && html`<td class="n">${withUnit(cache, "share")}</td>`}<td>${ago(at)}</td></tr>`; })}
     </tbody></table></div>
-    <p class="note">Below: the newest part of the record. The timeline has the versions over time.</p>
+    <p class="note">Shares and curves are of the newest part of the record, ${seconds(newest - Math.min(...engines.map(([, points]) => points[0][0])))}. Requests count while they run or wait. The timeline has the versions over time.</p>
     <div class="grid small">${engines.slice(0, 32).map(([name, points]) => { const x = points.map((point) => point[0] - newest); const of = (index) => points.map((point) => point[index]); return html`<div class="card" key=${name}><h2>Engine ${name}<span class="unit">requests</span><span class="now">${number(points.at(-1)[3])}</span></h2>
       <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "running", values: of(3), stroke: PALETTE[0] }, { label: "waiting", values: of(4), stroke: PALETTE[1] }, ]} /></div>
       <div class="card" key=${`${name} speed`}><h2>Engine ${name}<span class="unit">tokens/s</span><span class="now">${number(points.at(-1)[6])}</span></h2>
       <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "sampled", values: of(6), stroke: PALETTE[2] }]} /></div>
       ${cached && html`<div class="card" key=${`${name} cache`}><h2>Engine ${name}<span class="unit">KV cache in use</span><span class="now">${withUnit(points.at(-1)[7], "share")}</span></h2>
-      <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "in use", values: of(7), stroke: PALETTE[3] }]} /></div>`}`; })}</div>`;
+      <${Chart} x=${x} axis="s before the newest event" height=${120} unit="share" yRange=${zeroBased} series=${[{ label: "in use", values: of(7), stroke: PALETTE[3] }]} /></div>`}`; })}</div>`;
+}
+
+// Of each engine the share of all requests (weighted by time) and of all tokens; null: there were none.
+function engineShares(engines) {
+  const sums = [(point) => (point[3] ?? 0) + (point[4] ?? 0), (point) => point[6] ?? 0].map((rate) =>
+    engines.map((points) => points.reduce((sum, point, index) => sum + (index ? rate(point) * (point[0] - points[index - 1][0]) : 0), 0)));
+  return sums.map((of) => { const all = of.reduce((sum, one) => sum + one, 0); return all > 0 ? of.map((one) => one / all) : null; });
 }
 
 // Does it learn, what bounds its speed, what failed. It is computed again at each percent of a run and when its state changes.

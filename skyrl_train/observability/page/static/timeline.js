@@ -77,7 +77,7 @@ export function Timeline({ run, info, ticks, query }) {
       <canvas ref=${canvas} tabindex="0" aria-label="timeline"></canvas><div ref=${spacer}></div>
       ${hover && html`<div class="tip" style=${{ left: `${Math.min(hover.x + 14, (scroller.current?.clientWidth ?? 400) - 250)}px`, top: `${hover.y + 16 + scroller.current.scrollTop}px` }}>${hover.lines.map((line) => html`<div>${line}</div>`)}</div>`}
     </div>
-    <p class="note">A lane is a slot for a group, a strip in it a sample, a colour the policy version that sampled. Hatched: an environment (grey), or the tools of an agent (dark), whose thin line is its life. Dotted: its responses are under way, or were left out (trainer.max_events_per_s). Pale: generated, waits to be trained; ▼ the step that trained it.
+    <p class="note">A lane is a slot for a group, a strip in it a sample, a colour the policy version that sampled. Hatched: an environment (grey), or the tools of an agent (dark), whose thin line is its life. Dotted: its responses are under way, or were left out (trainer.max_events_per_s). Pale: generated, waits to be trained; ▼ the step that trained it. Above the trainer: checkpoints.
       Wheel: zoom. Drag: move. Click a step to light its groups, a group for its responses.</p>
     ${same && html`<${GroupDetails} run=${run} group=${same} first=${data.first} />`}`;
 }
