@@ -23,7 +23,8 @@ from skyrl_train.config.compose import compose, with_overrides
 from skyrl_train.config.import_path import forget_files, import_path_of
 from skyrl_train.config.keys import in_free_section
 from skyrl_train.config.schema import EnvironmentConfig, RunConfig
-from skyrl_train.entrypoints.run import RunInputs, RunResult, StopRequest, load_inputs, print_warnings
+from skyrl_train.entrypoints.inputs import RunInputs, load_inputs, print_warnings
+from skyrl_train.entrypoints.run import RunResult, StopRequest
 from skyrl_train.entrypoints.run import train as train_inputs
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.errors import ConfigError

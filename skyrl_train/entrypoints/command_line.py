@@ -165,18 +165,26 @@ def plan(
     library: Library = None,
 ) -> int:
     """Print the resolved settings of a recipe, check them, and start nothing."""
-    from skyrl_train.entrypoints.train import print_plan
+    import gc
 
-    print_plan(
-        recipe,
-        overrides or (),
-        config_dir,
-        strict=strict,
-        on=on,
-        response_tokens=response_tokens,
-        prompts=prompts,
-        library=library,
-    )
+    from skyrl_train.runtime.process import gc_paused
+
+    try:
+        with gc_paused():  # imports are most of the work
+            from skyrl_train.entrypoints.plan import print_plan
+
+            print_plan(
+                recipe,
+                overrides or (),
+                config_dir,
+                strict=strict,
+                on=on,
+                response_tokens=response_tokens,
+                prompts=prompts,
+                library=library,
+            )
+    finally:
+        gc.unfreeze()
     return 0
 
 

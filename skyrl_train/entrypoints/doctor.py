@@ -157,7 +157,7 @@ def sandbox(config: RunConfig) -> Iterator[Finding]:
 def inputs(config: RunConfig) -> Iterator[Finding]:
     """The recipe's settings, data, names, import paths and memory."""
     # Here, because the import fails if a package is missing, which the check ``packages`` reports first.
-    from skyrl_train.entrypoints.run import check_implementations, load_inputs
+    from skyrl_train.entrypoints.inputs import check_implementations, load_inputs
 
     try:
         loaded = load_inputs(config)

@@ -14,7 +14,7 @@ from rich.console import Console
 from skyrl_train.config.compose import with_overrides
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.entrypoints.generation import started_generation, without_trainer
-from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
+from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.errors import ConfigError
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluationResult

@@ -22,7 +22,7 @@ from skyrl_train.config.cluster import ClusterNeeds, cluster_needs, node_cpus, n
 from skyrl_train.config.compose import BASE, to_yaml
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
-from skyrl_train.entrypoints.run import load_inputs, print_warnings
+from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.errors import ConfigError
 from skyrl_train.version import __version__

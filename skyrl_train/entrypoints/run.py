@@ -1,6 +1,6 @@
 """One training run in this process, from a configuration to its result; the command line and ``skyrl_train.train`` share it.
 
-config ──load_inputs──> data, plan ──train──> run folder, engines, trainer ──> RunResult
+config ──load_inputs──> RunInputs ──train──> run folder, engines, trainer ──> RunResult
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,16 +27,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 
 from skyrl_train.build.processes import StartedProcesses, started_processes
-from skyrl_train.config import derive
 from skyrl_train.config.compare import changes
-from skyrl_train.config.memory import MemoryWarnings, memory_warnings, this_machine
-from skyrl_train.config.plan import Plan, resolve
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.config.validate import raise_errors, validate
+from skyrl_train.config.validate import raise_errors
+from skyrl_train.entrypoints.inputs import RunInputs, check_implementations
 from skyrl_train.entrypoints.stop_signals import StopSignals
-from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, RolloutError, SkyRLError, TrainingWorkerError
-from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.observability.gpus import gpu_metrics
 from skyrl_train.observability.report.files import try_to_write_report
 from skyrl_train.observability.reporter import Reporter
@@ -54,15 +50,10 @@ from skyrl_train.observability.run_folder import (
 )
 from skyrl_train.observability.screen import RunSummary, spent_s, summarize
 from skyrl_train.observability.trackers.feed import TrackerFeed
-from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet, check_environment
-from skyrl_train.rollout.data.loader import build_loader, open_prompts
-from skyrl_train.rollout.data.prompt_limit import PromptLimit
-from skyrl_train.rollout.stages.reward import check_columns
 from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_paused, gc_tuned
 from skyrl_train.version import __version__
 
 if TYPE_CHECKING:
-    from skyrl_train.rollout.data.streaming import StreamingPrompts
     from skyrl_train.trainer import PPOTrainer
 
 logger = logging.getLogger(__name__)
@@ -73,18 +64,6 @@ GPU_INTERVAL_S = 10.0  # nvidia-smi takes some tens of milliseconds of a core
 SCREEN_INTERVAL_S = 1.0  # how often the screen is told about the work between two steps
 
 _running = threading.Lock()  # held while a run trains in this process
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """A validated configuration, with its data and plan. Nothing has been started."""
-
-    config: RunConfig
-    dataset: PromptDataset | StreamingPrompts
-    evaluation_prompts: Sequence[PromptRecord]
-    plan: Plan
-    memory: MemoryWarnings
-    prompt_limit: PromptLimit
 
 
 @dataclass(frozen=True)
@@ -140,79 +119,6 @@ class StopRequest:
         finally:
             with self._lock:
                 self._on_request = None
-
-
-def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
-    """Validate ``config``, open its data, and resolve its plan.
-
-    Args:
-        download: False: lengths of prompts are checked only if the tokenizer is on this machine.
-
-    Raises:
-        ConfigError: a setting, or a combination of settings, cannot work.
-        DataError: a data file is missing or broken.
-    """
-    raise_errors(validate(config).errors)  # the checks below rely on valid sizes
-    dataset = open_prompts(config)
-    check_environment(dataset, config)
-    reward = config.rollout.stages.reward
-    if reward.function is not None and isinstance(dataset, PromptDataset):
-        check_columns(reward.function, reward.kwargs, dataset.records[0])
-    limit = PromptLimit(config, download=download)
-    if isinstance(dataset, PromptDataset):
-        dataset = limit.fit_all(dataset)
-    else:
-        dataset.fit = limit.fit
-    evaluation_prompts = load_evaluation_prompts(config, limit)
-    if isinstance(dataset, PromptDataset) and config.trainer.policy.model.path is None:
-        check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
-    build_loader(dataset, config.data, config.trainer.seed)  # raises now if the sampler cannot work with this data
-    # After the data is open: the number of steps follows from the number of prompts.
-    # The length of a stream is unknown until all rows are read.
-    plan = resolve(config, len(dataset) if isinstance(dataset, PromptDataset) else None)
-    memory = memory_warnings(config, plan.memory, this_machine(gpus=derive.trains_on_gpus(config)))
-    return RunInputs(config, dataset, evaluation_prompts, plan, memory, limit)
-
-
-def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None:
-    """Print prompts that were too long, settings without effect, and where memory does not, or may not, suffice; a line each.
-
-    Raises:
-        ConfigError: with ``strict``, if a setting has no effect or the memory does not suffice.
-    """
-    for note in inputs.prompt_limit.notes:
-        console.print(f"data: {note}", markup=False, highlight=False, soft_wrap=True)
-    warnings = [
-        *inputs.plan.warnings,
-        *(f"memory does not suffice: {warning}" for warning in inputs.memory.insufficient),
-        *(f"memory may not suffice: {warning}" for warning in inputs.memory.tight),
-    ]
-    for warning in warnings:
-        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
-    if strict:
-        raise_errors([*inputs.plan.warnings, *inputs.memory.insufficient])
-
-
-def check_implementations(config: RunConfig) -> None:
-    """Check what only the implementations know. Call it last: their imports take seconds.
-
-    Raises:
-        ConfigError: a name is unknown (the message has the nearest known one), or a user's own loss cannot work here.
-        ModelError: the model's path looks like a folder, and there is none.
-    """
-    from skyrl_train.build.checks import (
-        check_devices,
-        check_import_paths,
-        check_model_path,
-        check_objective,
-        known_names,
-    )
-
-    raise_errors(validate(config, known_names()).errors)
-    check_devices(config)
-    check_objective(config)
-    check_import_paths(config)
-    check_model_path(config)
 
 
 def train(

@@ -25,7 +25,7 @@ from rich.text import Text
 from skyrl_train.config.compare import LENGTH, changes, explain
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.validate import raise_errors, validate
-from skyrl_train.entrypoints.run import check_implementations, load_inputs
+from skyrl_train.entrypoints.inputs import check_implementations, load_inputs
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.entrypoints.train import NOTHING_LEARNED, program

@@ -22,7 +22,7 @@ from rich.text import Text
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.generation import started_generation, without_trainer
-from skyrl_train.entrypoints.run import RunInputs, check_implementations, load_inputs, print_warnings
+from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.observability.screen import visible

@@ -429,7 +429,15 @@ def test_a_trainer_mode_that_names_no_trainer_is_an_error_before_torch_is_import
 
 
 def test_a_plan_of_the_quickstart_imports_nothing_that_it_does_not_need() -> None:
-    heavy = ("torch", "transformers", "ray", "datasets", "httpx", "skyrl_train.inference.client")
+    heavy = (
+        "torch",
+        "transformers",
+        "ray",
+        "datasets",
+        "httpx",
+        "skyrl_train.inference.client",
+        "skyrl_train.entrypoints.run",
+    )
     code = (
         "import sys; from skyrl_train.entrypoints.command_line import main\n"
         "for arguments in (['plan', 'quickstart'], ['plan', 'quickstart', 'trainer.algorithm.policy_loss_type=ppo_klip']):\n"
@@ -514,7 +522,7 @@ def test_plan_prints_the_warnings_and_strict_makes_them_errors(
 def test_a_plan_beyond_this_machines_memory_is_a_warning_and_training_an_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyrl_train.entrypoints.run.this_machine", lambda gpus: Machine(2**20))
+    monkeypatch.setattr("skyrl_train.entrypoints.inputs.this_machine", lambda gpus: Machine(2**20))
     code, text = run(tmp_path, capfd, verb="plan")
     assert code == 0
     (warning,) = warnings_in(text)

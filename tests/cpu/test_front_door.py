@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 import skyrl_train
 from skyrl_train.config.memory import Machine
 from skyrl_train.entrypoints.api import write_model, write_rows
-from skyrl_train.entrypoints.run import StopRequest, load_inputs
+from skyrl_train.entrypoints.inputs import load_inputs
+from skyrl_train.entrypoints.run import StopRequest
 from skyrl_train.entrypoints.run import train as train_inputs
 from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.models.tiny import character_tokenizer
@@ -375,7 +376,7 @@ def test_strict_is_that_of_the_command_line(tmp_path: Path, monkeypatch: pytest.
     assert not list(tmp_path.iterdir())
     assert train(tmp_path / "warned", overrides=no_effect).finished
     assert train(tmp_path / "plain", overrides={"trainer.max_steps": 1}, strict=True).finished
-    monkeypatch.setattr("skyrl_train.entrypoints.run.this_machine", lambda gpus: Machine(2**20))
+    monkeypatch.setattr("skyrl_train.entrypoints.inputs.this_machine", lambda gpus: Machine(2**20))
     with pytest.raises(ConfigError, match="Training on cpu"):
         train(tmp_path / "small", strict=True)
 
