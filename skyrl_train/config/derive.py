@@ -231,9 +231,6 @@ class Transport:
     copies: int = 2
 
 
-VLLM_UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization
-CUDA_CONTEXT = 0.02  # of a GPU's memory, which a process takes beside its tensors
-
 TRANSPORTS: Mapping[str, Transport] = {
     "shared_memory": Transport("skyrl_train.weight_sync.shared_memory:SharedMemoryTransport", BACKENDS),
     "disk": Transport("skyrl_train.weight_sync.disk:DiskTransport", BACKENDS, folder=True, copies=0),
@@ -445,6 +442,10 @@ def engine_device_names(engine: InferenceEngineConfig) -> set[str]:
         return {full_device_name(engine.device)}
     gpus = range(engine.num_engines * engine_num_gpus(engine)) if engine.devices is None else engine.devices
     return {f"cuda:{gpu}" for gpu in gpus}
+
+
+VLLM_UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization
+CUDA_CONTEXT = 0.02  # of a GPU's memory, which a process takes beside its tensors
 
 
 def trainer_memory_fraction(config: RunConfig) -> float | None:

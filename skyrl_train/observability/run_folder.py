@@ -27,6 +27,7 @@ CONFIG, METRICS, SAMPLES, EVALUATIONS = "config.yaml", "metrics.jsonl", "samples
 FINISHED, LOCK = "finished.json", "run.lock"
 ORIGIN = "init_from.json"  # the run and step of the policy that the run started from
 REPORT_HTML, REPORT_MD = "report.html", "report.md"
+LOGS = "logs"
 TRAINER_LOG = "trainer.log"  # in the folder of logs
 
 # The parts of a run folder that a failed start leaves. Its logs stay: they say why it failed.
@@ -94,7 +95,7 @@ class RunFolder:
             SkyRLError: the disk is full.
         """
         self.path = path
-        self.checkpoints, self.logs, self.model = path / "checkpoints", path / "logs", path / "model"
+        self.checkpoints, self.logs, self.model = path / "checkpoints", path / LOGS, path / "model"
         try:
             for folder in (path, self.checkpoints, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from rich.style import Style
@@ -21,7 +21,7 @@ from skyrl_train.observability.readers.incidents import incidents, log_end, log_
 from skyrl_train.observability.readers.panel import WatchedRun
 from skyrl_train.observability.readers.samples import step_rows, whole_sequence
 from skyrl_train.observability.readers.settings import settings_table
-from skyrl_train.observability.run_folder import TRAINER_LOG
+from skyrl_train.observability.run_folder import LOGS, TRAINER_LOG
 from skyrl_train.observability.screen import Progress, RunPanel, StepReport, visible
 
 # Of policy versions, as on the page: neighbours differ in lightness, too, and red is left for failures.
@@ -164,7 +164,7 @@ class RunScreens(App[None]):
             case "settings":
                 return settings_text(settings_table(watched.settings))
             case "log":
-                logs = watched.path / "logs"
+                logs = watched.path / LOGS
                 names = [file["name"] for file in log_files(logs)]
                 file = TRAINER_LOG if TRAINER_LOG in names else next(iter(names), "")
                 text = (log_end(logs, file) if file else None) or "Nothing is logged yet."
@@ -260,7 +260,7 @@ def timeline_text(window: dict[str, Any] | None, width: int) -> Text:
     return Text("\n").join([seconds, legend, *lines])
 
 
-def _lane(group: dict[str, Any], columns: int, column: Any) -> Text:
+def _lane(group: dict[str, Any], columns: int, column: Callable[[float], int]) -> Text:
     cells: list[tuple[str, Style]] = [(" ", Style())] * columns
 
     def fill(begin: float, end: float, cell: str, style: Style) -> None:

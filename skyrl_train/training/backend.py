@@ -155,7 +155,7 @@ class Training(ABC):
         )
 
     def close(self) -> None:  # noqa: B027  most backends hold nothing outside this process
-        """Release everything outside this process. Idempotent."""
+        """Release everything outside this process, and memory that is registered with CUDA. Idempotent."""
 
 
 class TrainingBackend(Training):

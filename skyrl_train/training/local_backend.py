@@ -92,6 +92,10 @@ class LocalTraining(GradientAccumulator[M], Training):
             tensor.data = torch.empty_like(tensor, device=self._device).copy_(tensor, non_blocking=True)
         self._offloaded = False
 
+    def close(self) -> None:
+        """See :meth:`Training.close`: main memory that the GPU copies by itself."""
+        self._snapshots.close()
+
     def _states(self) -> Iterable[torch.Tensor]:
         # Masters may be the parameters themselves.
         return {id(tensor): tensor for tensor in (*self.model.parameters(), *self.optimizer.tensors())}.values()

@@ -84,6 +84,12 @@ class Snapshots(Generic[S]):
         self.copied()
         return self._state
 
+    def close(self) -> None:
+        """End the copying thread, and unregister the memory from CUDA, which would keep it for the life of the process."""
+        self._thread.shutdown()
+        for buffer in self._buffers.values():
+            buffer.registration.release()
+
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:

@@ -512,7 +512,8 @@ class Smolagents:
 
         agent = ToolCallingAgent([tool(get_weather)], self.model, verbosity_level=-1, max_steps=1, **options)
         assert isinstance(agent.run(QUESTION), str)
-        assert agent.memory.steps[1].tool_calls, "no call"
+        step = agent.memory.steps[1]
+        assert step.tool_calls, f"no call: {step.error}"
 
     def forced_stream(self) -> None:
         self.forced(stream_outputs=True)
@@ -551,7 +552,8 @@ class Smolagents:
         helper = ToolCallingAgent([Altitude()], name="helper", description="Knows altitudes.", **common)
         agent = ToolCallingAgent([], managed_agents=[helper], **common)
         assert isinstance(agent.run(QUESTION), str)
-        assert agent.memory.steps[1].tool_calls, "no call"
+        step = agent.memory.steps[1]
+        assert step.tool_calls, f"no call: {step.error}"
 
     def example_stream(self) -> None:
         """The steps of an agent as they come."""

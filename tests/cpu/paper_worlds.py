@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from critic_worlds import critic, valued_minibatch
 from embedded_models import EOS, tiny_model
-from paper_cuda import RECORD, PaperTensor, paper_cuda
+from paper_cuda import RECORD, REGISTERED, PaperTensor, paper_cuda
 from torch.nn.functional import scaled_dot_product_attention
 from training_worlds import backend, config, minibatch
 from transformers.integrations.sdpa_attention import repeat_kv
@@ -145,8 +145,10 @@ def state(folder: str, parent: str, dtype: str) -> dict[str, Any]:
             RECORD.clear()
             specs, staged = pack(trained.named_weights(), dtype, area)
         counted["stage on the device"] = figures()
+        registered = set(REGISTERED)
         snapshot = trained.snapshot()
         trained.save(snapshot, Path(parent))
+        kept = set(REGISTERED) - registered
         locked = dict(RECORD.locked)
         counted["snapshot"] = figures()
         trained.save(trained.snapshot(), Path(parent))
@@ -159,6 +161,8 @@ def state(folder: str, parent: str, dtype: str) -> dict[str, Any]:
         outside = {weight.device.type for weight in trained.model.parameters()}
         trained.reload_states()
         counted["turn"] = figures()
+        again = trained.update(minibatch(1, step=2))
+        trained.close()
         return {
             "counted": counted,
             "weights": received.keys() == own.keys() and all(torch.equal(received[name], own[name]) for name in own),
@@ -166,7 +170,8 @@ def state(folder: str, parent: str, dtype: str) -> dict[str, Any]:
             "outside": outside,
             "locked": (locked, locked_again),
             "state_bytes": sum(tensor.nbytes for tensor in {id(each): each for each in on_gpu}.values()),
-            "again": trained.update(minibatch(1, step=2)) == before,
+            "again": again == before,
+            "registered": (bool(kept), bool(kept & set(REGISTERED))),
         }
 
 

@@ -106,6 +106,7 @@ def test_weights_leave_the_gpu_without_a_wait_for_each(
     assert result["weights"] and result["again"], "what was staged, and what was loaded, is what was on the GPU"
     assert result["staged"][1] == "cuda" and result["outside"] == {"cpu"}
     assert result["locked"] == ({"snapshot_0": result["state_bytes"]}, 0), "once, and not by the thread that trains"
+    assert result["registered"] == (True, False), "until the backend is closed"
     copies = "event.synchronize @ weight_sync/pinning.py:wait_for_copies"
     assert {name: counted["waits"] for name, counted in result["counted"].items()} == {
         "stage": {copies: 1},

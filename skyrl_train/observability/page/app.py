@@ -39,7 +39,7 @@ from skyrl_train.observability.readers.series import MetricTable, curves
 from skyrl_train.observability.readers.settings import differing_settings, settings_table
 from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.readers.verdict import RECORD_SEGMENTS, verdict
-from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS, SAMPLES, read_jsonl
+from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, LOGS, METRICS, SAMPLES, read_jsonl
 
 _Reader = TypeVar("_Reader", MetricTable, EventStore)
 
@@ -48,7 +48,6 @@ POLL_S = 0.5  # between two looks at the files of a run that somebody watches
 _QUIET_S = 15.0  # after which a comment tells proxies that the stream is alive
 _KEPT_RUNS = 16  # whose columns are in memory
 MAX_COMPARED = 12
-LOGS = "logs"
 
 _HEADERS = {
     # No inline script or style, nothing from elsewhere, no frame around the page.

@@ -22,7 +22,7 @@ from skyrl_train.config.import_path import import_name, is_import_path
 from skyrl_train.config.keys import did_you_mean
 from skyrl_train.config.schema import RunConfig, TrainerConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.observability.run_folder import REPORT_HTML
+from skyrl_train.observability.run_folder import LOGS, REPORT_HTML
 from skyrl_train.observability.trackers.tracker import Tracker, sample_table
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def tracker_factory(name: str) -> TrackerFactory:
 
 def tracker_folder(run: Path, name: str) -> Path:
     """Return the folder of a tracker's files."""
-    return run / "logs" / name.replace(":", ".").rpartition(".")[2]
+    return run / LOGS / name.replace(":", ".").rpartition(".")[2]
 
 
 class TrackerFeed:

@@ -108,9 +108,8 @@ class TrainingWorker:
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=WAIT_LIMIT)
             self._mesh: DeviceMesh = shard_mesh(device.type, num_ranks, shard_size)
             self._cpu_mesh = self._mesh if device.type == "cpu" else shard_mesh("cpu", num_ranks, shard_size)
-            self._writers = dist.new_group(
-                backend="gloo", timeout=WAIT_LIMIT
-            )  # checkpoints are written beside training
+            # Checkpoints are written beside training.
+            self._writers = dist.new_group(backend="gloo", timeout=WAIT_LIMIT)
             if size > 1:
                 group, _ = dist.new_subgroups(size, timeout=WAIT_LIMIT)
                 sequence_ranks = SequenceRanks(group, dist.get_rank(group), size, f"{key}.sequence_parallel_size")
