@@ -21,8 +21,9 @@ MARKED = "[[ ## answer ## ]]\nIt is sunny in Paris.\n\n[[ ## completed ## ]]"  #
 END = "<|im_end|>"
 CHAINS = [["<|answer|>", *ANSWER, END], ["<|call|>", *CALL, END], ["<|marked|>", MARKED, END]]
 CONTEXT = 32_768  # one token per byte, and some frameworks write long instructions
-# Logits behind a token of no chain; all other tokens have 0.
-LIKELY = {END: 50.0, '"': 40.0, "}": 30.0, "]": 30.0, ",": 25.0, "1": 20.0, "{": 15.0, "f": 10.0}
+# Logits behind a token of no chain; all other tokens have 0. Steps of 10 leave the less likely token a chance of 5 in 100,000: a
+# comma in place of a brace adds an argument, which tools refuse.
+LIKELY = {END: 80.0, '"': 70.0, "}": 60.0, "]": 60.0, ",": 50.0, "1": 40.0, "{": 30.0, "f": 20.0}
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
