@@ -98,7 +98,7 @@ trains now, from any machine that sees the folder.
   come again. In frames, `attempt` counts `run` and `resume`.
 - **Lines.** Each one begins with `{"kind":"<kind>",`, so that a reader can leave out kinds without parsing them.
 - **Order.** Lines are in the order in which events were recorded: at the end of what they describe. A group that trains has
-  `admitted` (or `restored`), `finished`, `buffered` and `trained`, in this order.
+  `admitted` (or `restored`), `finished`, `buffered` (if there are stages) and `trained`, in this order.
 - **Times.** All times within an event are on the clock of its `m`, which never jumps; `t - m` of the same event makes Unix
   times of them. Frames have Unix times only.
 - **Load.** Requests, environment calls, tools and agents are limited to `trainer.max_events_per_s` (500). Beyond it, some groups

@@ -5,7 +5,6 @@ groups, minibatch ──choose──> minibatch with keys ──backend──> c
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,8 +17,8 @@ from skyrl_train.types import RolloutGroup
 EXTREMES_INTERVAL = 10  # steps
 # The group with the largest number is chosen.
 EXTREMES: dict[str, Callable[[RolloutGroup], float]] = {
-    "best": lambda group: _reward(group),
-    "worst": lambda group: -_reward(group),
+    "best": lambda group: group.mean_reward or 0.0,
+    "worst": lambda group: -(group.mean_reward or 0.0),
     "stalest": lambda group: -group.oldest_version,
 }
 
@@ -135,7 +134,3 @@ def _trained(record: TokenRecord | None, mask: np.ndarray, advantages: np.ndarra
     if record is not None:
         logprobs[mask], weights[mask] = record.logprobs.numpy(), record.weights.numpy()
     return TrainedSequence(mask, advantages, logprobs, weights)
-
-
-def _reward(group: RolloutGroup) -> float:
-    return statistics.fmean(sample.reward for sample in group.samples if sample.sequences)

@@ -342,6 +342,12 @@ class RolloutGroup:
         sampled = (sample.sampled_versions for sample in self.samples)
         return max((int(versions.max()) for versions in sampled if len(versions)), default=self.submitted_version)
 
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean return of the samples; None: the group failed, and has none."""
+        rewards = [sample.reward for sample in self.samples if sample.sequences]
+        return sum(rewards) / len(rewards) if rewards else None
+
     def lag(self, step: int) -> int:
         """Return ``(t - 1) - oldest version``: versions between the oldest token and the policy of step ``t``."""
         return (step - 1) - self.oldest_version

@@ -106,13 +106,15 @@ _KINDS: Sequence[EventKind] = (
         _F("attempt", "int", "", "number of the failed attempt, from 1"),
         _REASON,
     )),
-    EventKind("finished", "a group is generated; its stages follow", (
+    EventKind("finished", "a group is generated; its stages follow, or it waits to be trained", (
         _GROUP,
         _F("uid", "str", "", "of its prompt"),
         _F("attempt", "int", "", "number of the attempt, from 1"),
         _OLDEST,
         _NEWEST,
         _F("tokens", "int", "tokens", "sampled in all samples"),
+        _F("stages", "int | null", "", "that follow; 0: from now on the group waits to be trained; null: of an older version"),
+        _F("reward", "float | null", "", "mean return of its samples; null: it has none, or stages follow"),
     )),
     EventKind("stage", "a group has left a stage", (
         _GROUP,
@@ -122,7 +124,7 @@ _KINDS: Sequence[EventKind] = (
         _T1,
         _OK,
     )),
-    EventKind("buffered", "a group waits to be trained", (
+    EventKind("buffered", "a group has passed its stages and waits to be trained", (
         _GROUP,
         _F("reward", "float | null", "", "mean return of its samples; null: it has none"),
     )),

@@ -204,10 +204,8 @@ class Dispatcher:
         del self._running[group.group_index]
         self._buffer.put(group)
         self._staleness.finish(group.group_index, group.oldest_version)
-        rewards = [sample.reward for sample in group.samples if sample.sequences]
-        self._events.record(
-            "buffered", group=group.group_index, reward=sum(rewards) / len(rewards) if rewards else None
-        )
+        if self._group_generator.stages.count:
+            self._events.record("buffered", group=group.group_index, reward=group.mean_reward)
 
     def _record_failure(self, group_index: int, error: RolloutError) -> None:
         policy = self._failures.on_rollout_failure

@@ -168,6 +168,8 @@ class GroupGenerator:
                 oldest=group.oldest_version,
                 newest=group.newest_version,
                 tokens=sum(sequence.num_sampled for sample in group.samples for sequence in sample.sequences),
+                stages=self.stages.count,
+                reward=None if self.stages.count else group.mean_reward,
             )
             group = await self.stages.run(group, attempt.record)
         except (EngineError, GeneratorOutputError, StageError, TrainingWorkerError):

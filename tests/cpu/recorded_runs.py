@@ -124,8 +124,9 @@ class RecordedRun:
                 oldest=oldest,
                 newest=int(ended),
                 tokens=tokens,
+                stages=0,
+                reward=round(self._random.random(), 3),
             )
-            self._add(ended, "buffered", group=group, reward=round(self._random.random(), 3))
             lags.append(step - 1 - oldest)
         self._add(end - 0.3, "trained", step=step, groups=list(groups), lags=lags, masked=[0] * len(groups))
         if step % 4 == 0:

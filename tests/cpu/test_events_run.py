@@ -116,7 +116,7 @@ async def test_the_events_agree_with_what_the_run_reports(tmp_path: Path, mode: 
     assert all(("staleness/oldest_in_flight" in row) is (row["async/in_flight"] > 0) for row in h.rows)
     for group in h.trained:
         of_group = [kind for kind in life[group] if kind not in ("request", "retried")]
-        assert of_group == ["admitted", "finished", "buffered", "trained"]
+        assert of_group == ["admitted", "finished", "trained"]
         assert life[group].count("request") == 2
     assert life[5] == ["admitted", "retried", "failed"] and ("retried" in life[9]) == (9 in life)
     assert [event["kind"] for event in events if event["kind"] in ("run", "resume", "end")] == ["run", "end"]

@@ -142,7 +142,7 @@ async def test_groups_get_their_proximal_log_probs_in_another_process(folder: st
             assert sequence.proximal_logprobs == pytest.approx(exact.tolist(), abs=1e-5)  # likewise
 
 
-@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize("executor", [pytest.param("thread", marks=pytest.mark.slow), "process"])
 def test_a_run_trains_with_a_replica(tmp_path: Path, executor: str) -> None:
     overrides = {
         "trainer.algorithm.proximal_policy": "arrival",
@@ -155,6 +155,11 @@ def test_a_run_trains_with_a_replica(tmp_path: Path, executor: str) -> None:
     }
     run = train("quickstart", overrides=overrides, quiet=True)
     assert run.finished and run.metrics["stages/proximal/groups"].sum() >= 4 * 16
+    events = run.events
+    ready = {event["group"]: event["reward"] for event in events if event["kind"] == "buffered"}
+    assert ready and None not in ready.values(), "its stages have ended"
+    generated = [event for event in events if event["kind"] == "finished"]
+    assert all(event["stages"] == 1 and event["reward"] is None for event in generated)
 
 
 @pytest.mark.parametrize(

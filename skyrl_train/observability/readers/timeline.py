@@ -442,14 +442,19 @@ def group_lives(segments: Sequence[EventSegment], t0: float, t1: float) -> list[
         group_of(event, event["group"])["retries"].append([event["at"], event["attempt"], event["reason"]])
     for event in events_of(segments, "finished"):
         keep = {name: event[name] for name in ("uid", "oldest", "newest", "tokens")}
-        group_of(event, event["group"]).update(finished=event["at"], state="generated", **keep)
+        group = group_of(event, event["group"])
+        group.update(finished=event["at"], state="generated", **keep)
+        if event["stages"] == 0:
+            group.update(buffered=event["at"], state="buffered", reward=event["reward"])
     for event in events_of(segments, "stage"):
         group_of(event, event["group"])["stages"].append([event["name"], event["t0"], event["t1"], event["ok"]])
     for event in events_of(segments, "buffered"):
         group_of(event, event["group"]).update(buffered=event["at"], state="buffered", reward=event["reward"])
     for kind in ("filtered", "failed"):
         for event in events_of(segments, kind):
-            group_of(event, event["group"]).update(ended=event["at"], state=kind, reason=event.get("reason"))
+            group = group_of(event, event["group"])
+            group.update(ended=event["at"], state=kind, reason=event.get("reason"))
+            group.pop("buffered", None)  # it never waited to be trained
     for event in events_of(segments, "dropped"):
         for index in event["groups"]:
             group_of(event, index).update(ended=event["at"], state="dropped")

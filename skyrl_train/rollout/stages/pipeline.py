@@ -126,6 +126,7 @@ class StagePipeline:
         clock: Callable[[], float] = time.monotonic,
         events: EventLog = NO_EVENTS,
     ) -> None:
+        self.count = len(stages)
         self._clock = clock
         self._events = events
         self._lanes = [_Lane(stage, clock) for stage in stages]
