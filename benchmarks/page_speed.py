@@ -1,4 +1,4 @@
-"""The page in a headless Chromium: first paint, frames of the timeline, delay of a live step, and the server's processor time.
+"""The page in a headless Chromium, and watch in a terminal: first paint, frames, delay of a live step, processor time of readers.
 
     python benchmarks/page_speed.py [--events 100000] [--bars 2000] [--seconds 10]
 
@@ -9,6 +9,7 @@ It needs Chromium (Debian: apt install chromium). A run of a scripted rhythm is 
 - *Live*: from a line that is appended to ``metrics.jsonl`` until the page shows its step.
 - *Viewer*: processor time of the server's process by the time that passed, while the run writes 500 events a second and a
   step a second, without and with a browser that shows the overview and the timeline of the last steps.
+- *Watch*: the same of ``skyrl-train watch`` in a terminal of 160 x 50, with its panel and with its timeline.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
+import pty
 import statistics
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -91,6 +95,29 @@ async def write(run: Path, seconds: float) -> None:
             await asyncio.sleep(1.0)
 
 
+@contextlib.asynccontextmanager
+async def watching(run: Path) -> AsyncIterator[tuple[int, psutil.Process]]:
+    """Run ``skyrl-train watch`` in a terminal; yield the end that types, and the process."""
+    terminal, inside = pty.openpty()
+    termios.tcsetwinsize(inside, (50, 160))
+    command = [sys.executable, "-m", "skyrl_train", "watch", str(run)]
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=inside, stdout=inside, stderr=inside, env=environment
+    )
+    os.close(inside)
+    screen = asyncio.Event()
+    asyncio.get_running_loop().add_reader(terminal, lambda: os.read(terminal, 65536) and screen.set())
+    try:
+        await screen.wait()
+        yield terminal, psutil.Process(process.pid)
+    finally:
+        asyncio.get_running_loop().remove_reader(terminal)
+        process.terminate()
+        await process.wait()
+        os.close(terminal)
+
+
 async def measure(options: argparse.Namespace, folder: Path) -> None:
     samples = 8
     steps = options.events // (16 * 11)  # about eleven events for a group of eight samples
@@ -129,6 +156,15 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
             await write(run, options.seconds)
             share = (used_s(server) - before) / (time.monotonic() - began)
             print(f"server, {name} open: {share:.1%} of a core", flush=True)
+    async with watching(run) as (terminal, process):
+        for key, name in ((b"1", "panel"), (b"2", "timeline")):
+            await asyncio.sleep(5.0)  # it has started, or ended to draw the screen before
+            os.write(terminal, key)
+            await asyncio.sleep(5.0)
+            before, began = used_s(process), time.monotonic()
+            await write(run, options.seconds)
+            share = (used_s(process) - before) / (time.monotonic() - began)
+            print(f"watch, the {name} open: {share:.1%} of a core", flush=True)
 
 
 def main() -> None:

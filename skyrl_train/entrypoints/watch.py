@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-POLL_S = 0.5
+POLL_S = 1.0
 
 
 def watch(

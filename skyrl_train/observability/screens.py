@@ -30,10 +30,7 @@ SCREENS = ("run", "timeline", "samples", "failures", "settings", "log")
 LABEL = 8  # characters before a lane
 STEPS, MAX_LANES = 3, 60  # of the timeline
 LOG_LINES = 500
-CLOCK_S, TIMELINE_S = (
-    2.0,
-    3.0,
-)  # between two drawings of the panel, where only the time has changed, and of the timeline
+LATEST_S = 20.0  # after a drawing, the next one
 READING = "Reading ..."
 SAMPLE_COLUMNS = (  # beside the step
     ("group_index", "group"), ("sample", "sample"), ("reward", "reward"), ("lag", "lag"), ("stop_reason", "end"),
@@ -48,6 +45,7 @@ class RunScreens(App[None]):
 
     Args:
         poll_s: time between two looks at the run.
+        share: of a core, for drawing what has changed; an expensive screen is drawn less often.
     """
 
     CSS = "DataTable { height: 40%; } #timeline-text { width: auto; }"
@@ -60,17 +58,18 @@ class RunScreens(App[None]):
         Binding("q", "quit", "leave"),
     ]
 
-    def __init__(self, watched: WatchedRun, poll_s: float) -> None:
+    def __init__(self, watched: WatchedRun, poll_s: float, share: float = 0.02) -> None:
         super().__init__()
         self._watched = watched
-        self._poll_s = poll_s
+        self._poll_s, self._share = poll_s, share
         progress = Progress(watched.total_steps, 0, watched.elapsed_s, watched.rewards)
         self._panel = RunPanel(watched.title, progress)
         self._phase, self._step = "train", 0  # whose samples are shown; 0: of the newest step
         self._samples: dict[str, Any] = {}
         self._reading = self._look_again = False
         self._drawn: tuple[object, ...] = ()  # what the shown screen is made of
-        self._clock_at = 0.0  # not before, the timeline is drawn again, or a panel of which only the time has changed
+        self._draw_at = 0.0  # not before, the same screen is drawn again
+        self._began: tuple[float, float] | None = None  # the last drawing: when, and the process's CPU time by then
 
     def compose(self) -> ComposeResult:
         with TabbedContent(initial="run"):
@@ -136,23 +135,28 @@ class RunScreens(App[None]):
             self._look_again = True
             return
         self._reading, self._look_again = True, False
+        if self._began is not None:  # textual renders behind our back, so what a drawing has cost is known only now
+            at, cpu_s = self._began
+            cost_s = time.process_time() - cpu_s
+            self._draw_at, self._began = at + min(LATEST_S, cost_s / self._share), None
         self._read(self.query_one(TabbedContent).active, (self._phase, self._step), self.size.width - 4)
 
     @work(thread=True)
     def _read(self, shown: str, of: tuple[str, int], width: int) -> None:
         drawn: Drawn = None
+        due = time.monotonic() >= self._draw_at or self._drawn[:3] != (shown, of, width)
+        if due:
+            self._began = time.monotonic(), time.process_time()
         try:
             report = self._watched.poll()
-            state = (shown, of, width, *self._watched.parts.values())
-            if shown == "timeline" and state[:3] == self._drawn[:3] and time.monotonic() < self._clock_at:
-                state = self._drawn  # events come all the time
-            if state != self._drawn or shown == "log":  # logs are no part of it
+            state = (shown, of, width, *self._watched.parts.values()) if due else self._drawn
+            if state != self._drawn or (due and shown == "log"):  # logs are no part of it
                 samples = step_rows(self._watched.path, *of) | {"phase": of[0]} if shown == "samples" else None
                 drawn = samples or self._text(shown, width)
         except (OSError, SkyRLError) as error:  # it was removed, or a network file system fails for a while
             report, state, drawn = None, (), Text(visible(f"The run cannot be read now: {error}"))
         if not get_current_worker().is_cancelled:  # the reader has left
-            self.call_from_thread(self._draw, shown, report, drawn, state)
+            self.call_from_thread(self._draw, shown, report, drawn, state, due)
 
     def _text(self, name: str, width: int) -> Text | None:
         watched = self._watched
@@ -171,8 +175,8 @@ class RunScreens(App[None]):
                 return Text("\n".join(visible(text).splitlines()[-LOG_LINES:]))
         return None
 
-    def _draw(self, shown: str, report: StepReport | None, drawn: Drawn, state: tuple[object, ...]) -> None:
-        self._reading, unchanged, self._drawn = False, state == self._drawn, state
+    def _draw(self, shown: str, report: StepReport | None, drawn: Drawn, state: tuple[object, ...], due: bool) -> None:
+        self._reading, self._drawn = False, state
         self._panel.start_up = self._watched.start_up
         if report is not None:
             self._panel.update(report)
@@ -181,11 +185,9 @@ class RunScreens(App[None]):
         if isinstance(drawn, Text):
             widget = {"run": "panel", "samples": "sample"}.get(shown, f"{shown}-text")
             self.query_one(f"#{widget}", Static).update(drawn)
-            self._clock_at = time.monotonic() + TIMELINE_S
         elif drawn is not None:
             self._draw_samples(drawn)
-        elif shown == "run" and not (unchanged and time.monotonic() < self._clock_at):
-            self._clock_at = time.monotonic() + CLOCK_S
+        elif shown == "run" and due:
             self.query_one("#panel", Static).update(self._panel.draw())
         if self._look_again:
             self.look()

@@ -50,7 +50,7 @@ SLOW = [
     ("in_flight --requests 20 --seconds 1", "memory per request"),
     ("learning trainer.max_steps=2 --recipes quickstart --seeds 0", "| `quickstart` | 0 | 2 |"),
     ("lora_weight_sync --hidden-size 64 --layers 1 --updates 2", "of the bytes"),
-    ("page_speed --events 2000 --bars 50 --frames 30 --seconds 2", "server, the timeline open: "),
+    ("page_speed --events 2000 --bars 50 --frames 30 --seconds 2", "watch, the timeline open: "),
     ("packing --updates 1 --methods tiles", "tiles  "),
     (
         "policy_learning --out rows --tasks guess_number --policies mask --bounds 1 --seeds 0 --steps 10",

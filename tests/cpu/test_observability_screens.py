@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -133,7 +134,7 @@ async def test_a_step_that_ends_meanwhile_is_shown(tmp_path: Path) -> None:
     metrics = path / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:2]))
-    app = RunScreens(WatchedRun(path), poll_s=600.0)
+    app = RunScreens(WatchedRun(path), poll_s=600.0, share=math.inf)
     async with app.run_test() as pilot:
         await app.workers.wait_for_complete()
         await pilot.pause()
@@ -178,7 +179,7 @@ async def test_a_chosen_sample_stays_when_a_step_ends(tmp_path: Path) -> None:
     later = newest.rename(tmp_path / "later.parquet")
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:2]))
-    app = RunScreens(WatchedRun(path), poll_s=600.0)
+    app = RunScreens(WatchedRun(path), poll_s=600.0, share=math.inf)
 
     async def settled() -> None:
         await app.workers.wait_for_complete()
@@ -217,7 +218,7 @@ async def test_what_has_not_changed_is_not_read_again(run: Path, monkeypatch: py
     watched = WatchedRun(run)
     windows = []
     monkeypatch.setattr(watched.store, "window", lambda *arguments: windows.append(arguments))
-    app = RunScreens(watched, poll_s=600.0)
+    app = RunScreens(watched, poll_s=600.0, share=math.inf)
     async with app.run_test() as pilot:
         await pilot.press("2")
         for _ in range(3):
