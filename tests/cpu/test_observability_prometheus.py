@@ -15,6 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from grafana_foundation_sdk.models.prometheus import Dataquery
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
@@ -146,6 +150,52 @@ def test_the_dashboard_opens_on_the_reward_and_its_panels_do_not_overlap() -> No
         cells |= own
         assert all('{run=~"$run"}' in target["expr"] for target in panel["targets"])
     assert next(panel["title"] for panel in panels if panel["type"] == "timeseries") == "Does it learn? Reward"
+
+
+def lost_in(given: Any, read: Any, path: str = "") -> list[str]:
+    """The paths in ``given`` that ``read`` lacks or has with another value."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        return [lost for key, value in given.items() for lost in lost_in(value, read.get(key), f"{path}.{key}")]
+    if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        return [
+            lost
+            for place, pair in enumerate(zip(given, read, strict=True))
+            for lost in lost_in(*pair, f"{path}.{place}")
+        ]
+    return [] if given == read else [path]
+
+
+def test_the_dashboard_has_grafanas_types_and_none_of_its_fields_is_unknown_to_them() -> None:
+    register_default_plugins()
+    dashboard = json.loads((DEPLOY / "skyrl-train.json").read_text())
+
+    def lost() -> list[str]:
+        return lost_in(dashboard, json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard))))
+
+    assert lost() == []
+    for panel in Dashboard.from_json(dashboard).panels:  # what is of no known type is kept as a dict
+        assert type(panel.options).__module__ == f"grafana_foundation_sdk.models.{panel.type_val}"
+        assert all(isinstance(target, Dataquery) for target in panel.targets)
+    sources = [source for panel in dashboard["panels"] for source in (panel, *panel["targets"])]
+    assert all(source["datasource"] == {"type": "prometheus", "uid": "${datasource}"} for source in sources)
+    dashboard["panels"][0]["options"]["colourMode"] = dashboard["panels"][1]["targets"][0]["expression"] = "up"
+    assert lost() == [".panels.0.options.colourMode", ".panels.1.targets.0.expression"], "this check finds mistakes"
+
+
+def test_prometheus_understands_each_expression_of_the_dashboard(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("needs promtool, of Debian's package prometheus")
+    panels = json.loads((DEPLOY / "skyrl-train.json").read_text())["panels"]
+    variables = {"$run": "a-1", "$__rate_interval": "1m", "$__range": "1h", "$__interval": "15s"}
+    rules = []
+    for place, expression in enumerate(target["expr"] for panel in panels for target in panel["targets"]):
+        for name, value in variables.items():
+            expression = expression.replace(name, value)
+        rules.append({"record": f"panel:{place}", "expr": expression})
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def series(name: str, values: str, **labels: str) -> dict[str, str]:
