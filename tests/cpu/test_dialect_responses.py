@@ -304,6 +304,27 @@ def test_a_history_holds_the_latest_responses_only() -> None:
         history.conversation("resp_0")
 
 
+def test_a_history_holds_so_many_characters_and_so_long() -> None:
+    now = 0.0
+    history = ResponseHistory(max_characters=50, lifetime_s=10.0, clock=lambda: now)
+    for number in range(3):
+        history.keep({"id": f"resp_{number}"}, ({"role": "user", "content": "x" * 20},))
+    assert len(history) == 2
+    history.keep({"id": "resp_3"}, ({"role": "user", "content": "x" * 99},))
+    assert len(history) == 1, "the latest stays"
+    now = 5.0
+    history.keep({"id": "resp_4"}, ({"role": "user", "content": "x"},))
+    now = 10.0
+    with pytest.raises(DialectError, match=r"older than .* or than 10 s"):
+        history.conversation("resp_3")
+    history.conversation("resp_4")
+    history.keep({"id": "resp_5"}, ({"role": "user", "content": "x"},))
+    assert len(history) == 2, "what is too old is dropped"
+    history.delete("resp_5")
+    history.keep({"id": "resp_6"}, ({"role": "user", "content": "x" * 40},))
+    assert len(history) == 2, "the characters of dropped ones do not count"
+
+
 def test_nothing_is_kept_before_the_end_of_a_stream() -> None:
     history = ResponseHistory()
     stream = parse_with_history({**PLAIN, "stream": True}, history).stream(context())

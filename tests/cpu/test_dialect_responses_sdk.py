@@ -197,13 +197,35 @@ async def test_a_previous_response_is_named_within_its_session_only() -> None:
             await client.responses.create(**next_one, previous_response_id=passing.id)
         assert (forgotten.value.code, forgotten.value.param) == ("previous_response_not_found", "previous_response_id")
         async with client_of(world, api_key=world.store.open().api_key) as stranger:
-            with pytest.raises(openai.BadRequestError, match="not stored in this session"):
+            with pytest.raises(openai.BadRequestError, match="not stored here"):
                 await stranger.responses.create(**next_one, previous_response_id=kept.id)
         async with client_of(world, api_key=ADMIN_KEY) as admin:
-            with pytest.raises(openai.BadRequestError, match="takes a session"):
+            with pytest.raises(openai.BadRequestError, match="not stored here"):
                 await admin.responses.create(**next_one, previous_response_id=kept.id)
-            assert (await admin.responses.create(**next_one)).store is False
         assert (await client.responses.create(**next_one, previous_response_id=kept.id)).output_text == "Two."
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_without_a_session_names_previous_responses_too(streamed: bool) -> None:
+    async with serving(["One.", "Two.", "Three."]) as world, client_of(world, api_key=ADMIN_KEY) as client:
+        made: Any = None
+        for text in ("Hi.", "And?", "And then?"):
+            named = {} if made is None else {"previous_response_id": made.id}
+            made = await client.responses.create(model="policy", input=text, stream=streamed, **named)
+            if streamed:
+                made = [event async for event in made][-1].response
+        assert made.output_text == "Three."
+        whole = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "One."}]
+        whole += [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Two."}]
+        whole += [{"role": "user", "content": "And then?"}]
+        assert list(world.engine.requests[-1]["prompt_token_ids"][0]) == world.client.renderer.render(whole)
+        assert await client.responses.retrieve(made.id) == made
+        await client.responses.delete(made.id)
+        with pytest.raises(openai.BadRequestError, match="was deleted, or is older than the last 4096 or than 3600 s"):
+            await client.responses.create(model="policy", input="?", previous_response_id=made.id)
+        async with client_of(world, api_key=world.store.open().api_key) as stranger:
+            with pytest.raises(openai.BadRequestError, match="another session"):
+                await stranger.responses.create(model="policy", input="?", previous_response_id=made.id)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -220,7 +242,7 @@ async def test_a_stored_response_is_retrieved_and_deleted_within_its_session(str
             await client.responses.retrieve(made.id, stream=True)
         async with client_of(world, api_key=world.store.open().api_key) as stranger:
             for missing, asking in ((made.id, stranger), (passing.id, client)):
-                with pytest.raises(openai.NotFoundError, match="not stored in this session"):
+                with pytest.raises(openai.NotFoundError, match="not stored here"):
                     await asking.responses.retrieve(missing)
                 with pytest.raises(openai.NotFoundError):
                     await asking.responses.delete(missing)

@@ -9,9 +9,11 @@ drops the ids, the order of the items decides.
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -48,6 +50,10 @@ from skyrl_train.inference.openai.messages import (
 )
 
 MAX_RESPONSES = 256  # stored per session; the oldest is dropped first
+MAX_CHARACTERS = 64 << 20  # of the stored conversations of one history
+# Of the history that requests without a session share.
+MAX_SHARED_RESPONSES = 4096
+SHARED_LIFETIME_S = 3600.0
 
 _TEXT_ONLY = "this endpoint takes text only"
 _LOGPROBS = "message.output_text.logprobs"
@@ -250,9 +256,10 @@ class ResponsesBody(GenerationBody):
     ] = Field(description="a string, or messages (text only), function calls with their outputs, and reasoning")
     instructions: str | None = Field(None, description="the system message of this response alone")
     previous_response_id: NonEmpty | None = Field(
-        None, description="a stored response of the same session; it takes a session"
+        None,
+        description="a stored response of the same session; without a session, of any request without one, in the last hour",
     )
-    store: bool | None = Field(None, description="for previous_response_id, within a session; default true")
+    store: bool | None = Field(None, description="for previous_response_id and GET; default true")
     max_output_tokens: TokenCount | None = Field(None, description="default: what the context leaves")
     stream: bool | None = Field(None, description="server-sent events")
     stream_options: StreamSettings | None = Field(None, description="only with stream")
@@ -394,25 +401,16 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
     )
 
 
-def parse_with_history(body: Mapping[str, Any], history: ResponseHistory | None) -> ResponsesCall:
+def parse_with_history(body: Mapping[str, Any], history: ResponseHistory) -> ResponsesCall:
     """Validate a body, and insert the conversation of the previous response before its input.
 
     Args:
-        history: of the session; None without a session, then nothing is stored.
+        history: of the session, or of the requests without one.
 
     Raises:
         DialectError: as for :func:`parse`, or the previous response is unknown.
     """
     call = parse(body)
-    # Responses are stored per session: without one, previous_response_id could read the conversations of others.
-    if history is None:
-        if call.previous_response_id is not None:
-            raise DialectError(
-                "previous_response_id takes a session: use a session's key, or send the conversation as input.",
-                "previous_response_id",
-                "unsupported_parameter",
-            )
-        return replace(call, store=False)
     if call.previous_response_id is not None:
         # chat_messages() puts the instructions first, as one system message; the earlier messages follow them.
         count = 1 if call.instructions else 0
@@ -545,22 +543,51 @@ class ResponsesCall:
         return ResponseBody(self.model, echo, self.token_ids, context)
 
 
-class ResponseHistory:
-    """One session's latest responses by their ids: the response objects, and the conversations up to their ends."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    body: Mapping[str, Any]
+    conversation: Conversation
+    characters: int
+    since: float
 
-    def __init__(self, max_responses: int = MAX_RESPONSES) -> None:
+
+class ResponseHistory:
+    """The latest responses of one session, or of the requests without one: response objects, and conversations to their ends.
+
+    Args:
+        max_responses, max_characters: the oldest are dropped first; the latest stays.
+        lifetime_s: how long a response is stored.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        max_responses: int = MAX_RESPONSES,
+        max_characters: int = MAX_CHARACTERS,
+        lifetime_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_responses = max_responses
-        self._stored: OrderedDict[str, tuple[Mapping[str, Any], Conversation]] = OrderedDict()
+        self._max_characters = max_characters
+        self._lifetime_s = lifetime_s
+        self._clock = clock
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
+        self._characters = 0
 
     def __len__(self) -> int:
         return len(self._stored)
 
     def keep(self, body: Mapping[str, Any], conversation: Conversation) -> None:
         """Store a response object and the conversation up to its end."""
-        self._stored[body["id"]] = body, conversation
-        # Bounds the memory of a session: the oldest response goes first.
-        while len(self._stored) > self._max_responses:
-            self._stored.popitem(last=False)
+        characters = sum(len(str(value)) for message in conversation for value in message.values())
+        self._stored[body["id"]] = _Stored(body, conversation, characters, self._clock())
+        self._characters += characters
+        while len(self._stored) > 1:
+            oldest_id, oldest = next(iter(self._stored.items()))
+            full = len(self._stored) > self._max_responses or self._characters > self._max_characters
+            if not full and not self._expired(oldest):
+                break
+            self._forget(oldest_id)
 
     def conversation(self, response_id: str) -> Conversation:
         """Return the messages up to the end of a response.
@@ -568,14 +595,14 @@ class ResponseHistory:
         Raises:
             DialectError: the response is unknown or no longer stored.
         """
-        known = self._stored.get(response_id)
+        known = self._get(response_id)
         if known is None:
             raise DialectError(
                 f"The previous response {response_id!r:.100} {self._not_stored} Send the conversation as input instead.",
                 "previous_response_id",
                 "previous_response_not_found",
             )
-        return known[1]
+        return known.conversation
 
     def response(self, response_id: str) -> Mapping[str, Any]:
         """Return a response object.
@@ -583,12 +610,12 @@ class ResponseHistory:
         Raises:
             DialectError: 404: the response is unknown or no longer stored.
         """
-        known = self._stored.get(response_id)
+        known = self._get(response_id)
         if known is None:
             raise DialectError(
                 f"The response {response_id!r:.100} {self._not_stored}", code="response_not_found", status=404
             )
-        return known[0]
+        return known.body
 
     def delete(self, response_id: str) -> None:
         """Forget a response.
@@ -597,11 +624,25 @@ class ResponseHistory:
             DialectError: 404: the response is unknown or no longer stored.
         """
         self.response(response_id)
-        del self._stored[response_id]
+        self._forget(response_id)
+
+    def _get(self, response_id: str) -> _Stored | None:
+        # Changes nothing: large bodies are parsed in threads.
+        known = self._stored.get(response_id)
+        return None if known is None or self._expired(known) else known
+
+    def _expired(self, stored: _Stored) -> bool:
+        return self._clock() - stored.since >= self._lifetime_s
+
+    def _forget(self, response_id: str) -> None:
+        self._characters -= self._stored.pop(response_id).characters
 
     @property
     def _not_stored(self) -> str:
+        limits = f"the last {self._max_responses}"
+        if self._lifetime_s < math.inf:
+            limits += f" or than {self._lifetime_s:g} s"
         return (
-            "is not stored in this session: it was sent with store: false, has failed, was deleted, or is older than the last "
-            f"{self._max_responses}."
+            "is not stored here: it was sent in another session or with store: false, has failed, was deleted, or is older than "
+            f"{limits}."
         )

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import Request
 
-from skyrl_train.endpoint.dialects.responses import ResponseHistory
+from skyrl_train.endpoint.dialects.responses import MAX_SHARED_RESPONSES, SHARED_LIFETIME_S, ResponseHistory
 from skyrl_train.endpoint.server.connection import LARGE_BODY, Body, DisconnectWatcher, parse_json
 from skyrl_train.endpoint.server.errors import ClientGoneError
 from skyrl_train.endpoint.server.settings import ServerSettings, is_loopback
@@ -61,6 +61,8 @@ class Gateway:
         self.metrics = ServerMetrics()
         # A history is garbage collected together with its session.
         self.response_histories: WeakKeyDictionary[Session, ResponseHistory] = WeakKeyDictionary()
+        # Who sends requests without a session has the administrator's rights, and may read what others send like that.
+        self._shared_history = ResponseHistory(MAX_SHARED_RESPONSES, lifetime_s=SHARED_LIFETIME_S)
         self.started_at = int(time.time())
         self.in_flight = 0  # generations that hold a slot
         self.changed = Signal()  # notified when in_flight changes
@@ -111,6 +113,12 @@ class Gateway:
         if session is None and open_session:
             session = self.store.open(session_id).session
         return Principal(True, session)
+
+    def response_history(self, session: Session | None) -> ResponseHistory:
+        """Return the stored responses of a session, or of all requests without one."""
+        return (
+            self._shared_history if session is None else self.response_histories.setdefault(session, ResponseHistory())
+        )
 
     async def read_body(self, request: Request) -> Body:
         """Read the JSON body of a request. Never holds more than ``max_body_bytes`` of it.

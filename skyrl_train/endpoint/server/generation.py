@@ -190,7 +190,7 @@ class GenerationResponse(Response):
     Args:
         parse: converts the JSON body.
         error_body: formats an error in the route's dialect.
-        takes_history: ``parse`` takes the session's earlier responses as ``history``.
+        takes_history: ``parse`` takes the stored responses as ``history``.
     """
 
     def __init__(
@@ -224,10 +224,7 @@ class GenerationResponse(Response):
             body = await gateway.read_body(request)
             parse = self._parse
             if self._takes_history:
-                history = None
-                if session is not None:
-                    history = gateway.response_histories.setdefault(session, responses.ResponseHistory())
-                parse = partial(parse, history=history)
+                parse = partial(parse, history=gateway.response_history(session))
             call = await body.read_by(parse)
             context = ResponseContext(secrets.token_hex(16), int(time.time()), gateway.token_texts)
             generation: ChatGeneration | CompletionGeneration

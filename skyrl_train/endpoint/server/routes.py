@@ -166,7 +166,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get(
     "/v1/responses/{response_id}",
-    **json_docs("Return a stored response of the session.", ("id", "object", "status", "output")),
+    **json_docs("Return a stored response.", ("id", "object", "status", "output")),
 )
 async def get_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream", "false").lower() != "false":
@@ -174,20 +174,15 @@ async def get_response(request: Request, response_id: str) -> Response:
     return _json(_responses(request).response(response_id))
 
 
-@router.delete(
-    "/v1/responses/{response_id}", **json_docs("Delete a stored response of the session.", ("id", "deleted"))
-)
+@router.delete("/v1/responses/{response_id}", **json_docs("Delete a stored response.", ("id", "deleted")))
 async def delete_response(request: Request, response_id: str) -> Response:
     _responses(request).delete(response_id)
     return _json({"id": response_id, "object": "response", "deleted": True})
 
 
 def _responses(request: Request) -> ResponseHistory:
-    """Return the responses that the sender's session has stored: none without a session."""
     gateway = gateway_of(request)
-    session = gateway.authenticate(request).session
-    stored = None if session is None else gateway.response_histories.get(session)
-    return ResponseHistory() if stored is None else stored
+    return gateway.response_history(gateway.authenticate(request).session)
 
 
 # Sessions: the administrator opens them; their own key uses, rewards, finishes and reads them --------------------
