@@ -17,18 +17,20 @@ if TYPE_CHECKING:
 
 # Reasons of a seam. Of several between two segments, the first one here is named.
 SEAMS = ("engine lost", "moved", "update", "aborted")
+_LOST, _MOVED, _UPDATE, _ABORTED = range(4)
 
 
 @dataclass(slots=True)
 class TracedRequest:
-    """A request to an engine. ``before``: tokens that the response had when it was sent. ``left``: why it was abandoned."""
+    """A request to an engine. ``before``: tokens that the response had when it was sent. ``left``: why it was abandoned, a
+    place in :data:`SEAMS`."""
 
     engine: int
     before: int
     restarts: int
     began: float
     ended: float | None = None
-    left: str | None = None
+    left: int = _ABORTED
 
 
 class RequestTrace:
@@ -110,7 +112,7 @@ class RequestTrace:
             request = self._requests[-1]
             request.ended = self._events.now()
             if left is not None:
-                request.left = "engine lost" if left in (EngineState.DEAD, EngineState.STARTING) else "moved"
+                request.left = _LOST if left in (EngineState.DEAD, EngineState.STARTING) else _MOVED
 
 
 def segments_of(
@@ -131,10 +133,10 @@ def segments_of(
     """
     segments: list[list[Any]] = []
     seams: list[str] = []
-    reasons: set[str] = set()  # of the breaks since the last segment
-    for index, request in enumerate(requests):
-        # What the engine sent until the next request was made: not counted earlier, because the last piece may come late.
-        end = requests[index + 1].before if index + 1 < len(requests) else len(versions)
+    reason, last = _ABORTED, -1  # why the last segment ended, and its version
+    # What an engine sent until the next request was made: not counted earlier, because the last piece may come late.
+    ends = [request.before for request in requests[1:]] + [len(versions)]
+    for request, end in zip(requests, ends, strict=False):
         at, t0 = request.before, request.began
         while at < end:
             version = versions[at]
@@ -143,11 +145,9 @@ def segments_of(
             if until < end:
                 t1, resumed = pauses.get(versions[until], (t1, resumed))
             if segments:
-                if segments[-1][0] != version:
-                    reasons.add("update")
-                seams.append(next(reason for reason in SEAMS if reason in reasons))
+                seams.append(SEAMS[reason if version == last else min(reason, _UPDATE)])
             segments.append([version, until - at, t0, max(t0, t1), request.engine])
-            reasons.clear()
+            reason, last = _ABORTED, version
             at, t0 = until, max(t0, resumed)
-        reasons.add(request.left or "aborted")
+        reason = min(reason, request.left)
     return segments, seams
