@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import shutil
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,7 +69,9 @@ def train(
 
     Args:
         recipe_or_config: a recipe's name, the path of a yaml file, or a configuration from ``compose``. None: with ``model``, the
-            defaults of all settings and ``trainer.mode=fully_async``; else the recipe ``quickstart``.
+            defaults of all settings and ``trainer.mode=fully_async``; else the recipe ``quickstart``. Without a recipe,
+            ``trainer.run_name`` is the name of the agent, generator, environment or reward function, else of the script that
+            gives a ``dataset``, else of the model.
         overrides: settings, as ``["trainer.max_steps=10"]`` or as ``{"trainer.max_steps": 10}``; a mapping may be nested.
         model: a folder, a name on the hub, or a model of transformers; sets ``trainer.policy.model.path``. An object is not
             changed: it is saved to ``trainer.runs_dir/models/DIGEST``, and the trained model is in the folder ``Run.policy``.
@@ -100,10 +103,13 @@ def train(
     # A file may have changed since the last run in this notebook.
     forget_files()
     # After the overrides: an argument of this call is the more explicit choice.
+    named: dict[str, Any] = {}
     if recipe_or_config is None:
         recipe_or_config = "quickstart" if model is None else compose("base", ["trainer.mode=fully_async"])
+        if name := _name(agent, generator, environment, reward_fn, dataset, model):
+            named = {"trainer.run_name": name}
     settings = dict(_classes(trainer_cls, generator, environment, agent, reward_fn, reward_weights))
-    config = _compose(recipe_or_config, [*_as_list(overrides), *_as_list(settings)], config_dir)
+    config = _compose(recipe_or_config, [*_as_list(named), *_as_list(overrides), *_as_list(settings)], config_dir)
     if model is not None:
         if not isinstance(model, str | Path):
             model = write_model(model, tokenizer, Path(config.trainer.runs_dir) / "models")
@@ -142,6 +148,26 @@ def train(
     for line in (*alarms, run.learned, repr(run)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return run
+
+
+def _name(
+    agent: object, generator: object, environment: object, reward_fn: object, dataset: object, model: object
+) -> str | None:
+    """Return a name for a run without a recipe; None if it has nothing of its own: then it is the quickstart."""
+    rewards = reward_fn if isinstance(reward_fn, Sequence) else [reward_fn]
+    for given in (agent, generator, environment, *rewards):
+        if given is not None:
+            name = str(getattr(given, "__name__", given))
+            break
+    else:
+        script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
+        if dataset is not None and script is not None:
+            name = Path(script).stem.replace("__main__", Path(script).parent.name)  # of python -m package
+        elif model is not None:
+            name = Path(str(getattr(model, "name_or_path", model)) or type(model).__name__).name
+        else:
+            return None if dataset is None else "dataset"
+    return re.sub(r"[^\w.-]+", "_", name)
 
 
 def _classes(

@@ -140,7 +140,7 @@ def test_a_model_may_be_an_object_with_its_tokenizer(tmp_path: Path) -> None:
     run = skyrl_train.train(
         model=model, tokenizer=tokenizer, dataset=ROWS, reward_fn=length, overrides=overrides, quiet=True
     )
-    assert run.config.trainer.mode == "fully_async"
+    assert run.config.trainer.mode == "fully_async" and run.path.name == "length-1"
     folder = Path(run.config.trainer.policy.model.path or "")
     assert folder.parent == tmp_path / "models"
     started = Qwen3ForCausalLM.from_pretrained(folder).state_dict()
@@ -204,6 +204,30 @@ def test_a_function_agent_is_an_argument(tmp_path: Path) -> None:
 
     run = train(tmp_path, dataset=WORTH, agent=agent, overrides=ONE_STEP)
     assert run.metrics["reward/mean"].tolist() == [0.25]
+
+
+def test_a_run_without_a_recipe_is_called_after_what_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def solves(completions: list[str], **_: Any) -> list[float]: ...
+
+    async def agent(prompt: Any, base_url: str, api_key: str) -> float: ...
+
+    def name(overrides: Any = (), **given: Any) -> str:
+        # Instead of training: the name is in the settings.
+        composed = []
+        monkeypatch.setattr("skyrl_train.entrypoints.api.load_inputs", lambda config: composed.append(config) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            skyrl_train.train(overrides=[f"trainer.runs_dir={tmp_path}", *overrides], **given)
+        return str(composed[0].trainer.run_name)
+
+    assert name(agent=agent, dataset=ROWS) == "agent"
+    assert name(environment="skyrl_gym:gsm8k", reward_fn=solves) == "skyrl_gym_gsm8k"
+    assert name(dataset=ROWS, reward_fn=[solves]) == "solves"
+    assert name(["trainer.run_name=mine"], reward_fn=solves) == "mine"
+    assert name(model="Qwen/Qwen3-0.6B") == "Qwen3-0.6B"
+    assert name() == name(trainer_cls=skyrl_train.PPOTrainer) == "quickstart"
+    for file, its_name in (("/somewhere/my task.py", "my_task"), ("/somewhere/tasks/__main__.py", "tasks")):
+        monkeypatch.setattr("__main__.__file__", file)
+        assert name(dataset=ROWS) == its_name
 
 
 @pytest.mark.parametrize("kind", [datasets.Dataset.from_list, pandas.DataFrame, tuple])
