@@ -223,7 +223,7 @@ class SkyRLGenerator(GeneratorInterface):
             )
         finally:
             _call.reset(before)
-            self._endpoint.calls.remove(served)
+            self._endpoint.end(served)
         trajectories = output.get("trajectory_ids") or ids
         rows: list[RowTokens] = []
         for trajectory, prompt, tokens, wanted in zip(

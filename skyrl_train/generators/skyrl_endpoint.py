@@ -10,7 +10,9 @@ log-prob after given tokens, so a match is exact even if two samples got the sam
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from array import array
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +28,8 @@ from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import EngineCapabilities, SamplingParams
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 from skyrl_train.types import GrammarSpan
+
+KEPT_PROMPTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +52,14 @@ class ServedResponses:
 
     def __init__(self, sampling: SamplingParams, sessions: Sequence[str]) -> None:
         self.sampling = sampling
-        self._sessions = frozenset(sessions)
-        self._by_prompt: dict[bytes, list[tuple[str | None, Generation]]] = {}
+        self.sessions = frozenset(sessions)
+        self._by_digest: dict[bytes, list[tuple[str | None, Generation]]] = {}
+        self._latest_prompts: deque[bytes] = deque(maxlen=KEPT_PROMPTS)  # for error messages
 
-    def add(self, session: str | None, generation: Generation) -> None:
-        """Keep a response."""
-        prompt = array("i", generation.prompt_token_ids).tobytes()
-        self._by_prompt.setdefault(prompt, []).append((session, generation))
+    def add(self, prompt: bytes, digest: bytes, session: str | None, generation: Generation) -> None:
+        """Keep a response to ``prompt``: packed tokens, which the calls share, with their digest."""
+        self._by_digest.setdefault(digest, []).append((session, generation))
+        self._latest_prompts.append(prompt)
 
     def row(self, session: str, prompt: Sequence[int], tokens: Sequence[int], mask: Sequence[int]) -> RowTokens:
         """Find the responses that a row consists of.
@@ -67,7 +72,7 @@ class ServedResponses:
             mask: 1 on tokens to train, [T].
 
         Raises:
-            RolloutError: tokens to train were not served after the tokens before them, or by two policy versions.
+            RolloutError: tokens to train were not served after the tokens before them, or by several policy versions.
         """
         row = RowTokens([0] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens), [])
         before = array("i", [*prompt, *tokens])
@@ -77,11 +82,11 @@ class ServedResponses:
                 position, after_response = position + 1, False
                 continue
             end = next((place for place in range(position, len(tokens)) if not mask[place]), len(tokens))
-            served = self._by_prompt.get(before[: len(prompt) + position].tobytes(), ())
+            served = self._by_digest.get(_digest(before[: len(prompt) + position].tobytes()), ())
             lengths = [
                 (_common(tokens[position:end], generation.token_ids), generation)
                 for sender, generation in served
-                if sender == session or sender not in self._sessions
+                if sender == session or sender not in self.sessions
             ]
             length = max((length for length, _ in lengths), default=0)
             if not length and after_response:
@@ -91,11 +96,18 @@ class ServedResponses:
             whole = any(length >= len(generation.token_ids) - 1 for generation in longest)
             if not length or not (whole or position + length == end):
                 raise RolloutError(self._unmatched(session, before[: len(prompt) + position], longest, length))
-            versions = {tuple(generation.versions[:length]) for generation in longest}
-            if len(versions) > 1:
+            distributions = {
+                (
+                    *generation.versions[:length],
+                    generation.grammar and (generation.grammar.kind, generation.grammar.value),
+                )
+                for generation in longest
+            }
+            if len(distributions) > 1:
                 raise RolloutError(
                     f"Token {position} of sample {session} begins one of {len(longest)} equal responses, which several policy "
-                    "versions sampled. Let each sample send its name (TrajectoryID.to_string()) in the header x-session-id."
+                    "versions, or one with and without a grammar, sampled. Let each sample send its name "
+                    "(TrajectoryID.to_string()) in the header x-session-id."
                 )
             generation, stop = longest[0], position + length
             row.loss_mask[position:stop] = [1] * length
@@ -107,7 +119,7 @@ class ServedResponses:
         return row
 
     def _unmatched(self, session: str, before: array[int], longest: list[Generation], length: int) -> str:
-        if not self._by_prompt:
+        if not self._by_digest:
             return (
                 f"Sample {session} has tokens to train, and no request has reached get_endpoint_url() since its group began with "
                 "the run's sampling settings."
@@ -118,7 +130,7 @@ class ServedResponses:
                 f"{longest[0].token_ids[length]}: text that was encoded again has other tokens. Ask for return_token_ids, and "
                 "return these."
             )
-        closest = max(_common(before, array("i", prompt)) for prompt in self._by_prompt)
+        closest = max(_common(before, array("i", prompt)) for prompt in self._latest_prompts)
         return (
             f"Sample {session} has tokens to train that no response to the {len(before)} tokens before them has; the closest "
             f"request had the same first {closest}. The row must repeat prompts and responses as the endpoint returns them with "
@@ -181,6 +193,13 @@ class AgentEndpoint:
         if self._server is not None:
             await self._server.stop(drain_s=0)
 
+    def end(self, call: ServedResponses) -> None:
+        """Show ``call`` no more responses, and close the sessions with the names of its samples."""
+        self.calls.remove(call)
+        # The prompts of an evaluation may have the names of training prompts.
+        for name in call.sessions.difference(*(other.sessions for other in self.calls)):
+            self.finish_session(name)
+
     def finish_session(self, session_id: str) -> None:
         """Forget what was served with this name in ``x-session-id``."""
         if self._store is not None:
@@ -230,9 +249,19 @@ class AgentEndpoint:
         return replace(request, params=params), run
 
     def _keep(self, request: GenerationRequest, run: SamplingParams | None, generation: Generation) -> None:
+        if run is None or request.adapter is not None:
+            return
+        prompt = array("i", generation.prompt_token_ids).tobytes()
+        digest = _digest(prompt)
+        # A conversation's prompts repeat each other, so that all of them would take much memory.
+        kept = replace(generation, prompt_token_ids=[], text="", top_logprobs=None)
         for call in self.calls:
-            if call.sampling == run and request.adapter is None:
-                call.add(request.session_id, generation)
+            if call.sampling == run:
+                call.add(prompt, digest, request.session_id, kept)
+
+
+def _digest(prompt: bytes) -> bytes:
+    return hashlib.blake2b(prompt, digest_size=16).digest()
 
 
 def _common(tokens: Sequence[int], sampled: Sequence[int]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -14,12 +16,12 @@ from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, Sampli
 from skyrl_train.errors import RolloutError
 from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.generators.skyrl import SkyRLClient
-from skyrl_train.generators.skyrl_endpoint import AgentEndpoint, ServedResponses
+from skyrl_train.generators.skyrl_endpoint import AgentEndpoint, ServedResponses, _digest
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.requests import GenerationRequest
-from skyrl_train.types import GeneratorOutput, PauseMode
+from skyrl_train.types import GeneratorOutput, GrammarSpan, PauseMode
 
 MODEL = "some-org/some-model"
 _world: list[InferenceEngineClient] = []  # of the running test
@@ -59,7 +61,8 @@ class OverHttp:
                 messages += [{"role": "assistant", "content": answer.choices[0].message.content}]
                 messages += [{"role": "user", "content": "more"}]
                 await update(_world[0].policy_version + 1)
-        await self.client.finish_session(name)
+        if self.case != "named samples":
+            await self.client.finish_session(name)
         match self.case:
             case "encoded again":
                 tokens[1] += 1
@@ -87,12 +90,15 @@ async def play(case: str, samples: int) -> tuple[ScriptedEngine, GeneratorOutput
         sampling_params=SamplingConfig(max_tokens=6, temperature=0.7),
         kwargs={"cls": f"{__name__}:OverHttp", "case": case},
     )
-    generator = GeneratorSpec(config, EnvironmentConfig(), MODEL).build(client, TOKENIZER)
+    generator: Any = GeneratorSpec(config, EnvironmentConfig(), MODEL).build(client, TOKENIZER)
     await client.start()
     await update(0)
     await generator.start()
     try:
-        return engine, await generator.generate(batch(samples))
+        output = await generator.generate(batch(samples))
+        if case == "named samples":
+            assert len(generator._endpoint._store) == 0, "closed with the call, if the generator does not"
+        return engine, output
     finally:
         await generator.aclose()
         await client.teardown()
@@ -145,4 +151,10 @@ async def test_a_request_belongs_to_the_running_calls_whose_settings_it_asks_for
     assert right.row("p_0", *row).logprobs == generation.logprobs
     with pytest.raises(RolloutError, match="no request has reached"):
         wrong.row("p_0", *row)
+    # The same tokens under a grammar have other log-probs.
+    span = GrammarSpan(0, 4, "regex", ".*")
+    key = array("i", [5]).tobytes()
+    right.add(key, _digest(key), None, replace(generation, grammar=span))
+    with pytest.raises(RolloutError, match="with and without a grammar"):
+        right.row("p_0", *row)
     await client.teardown()
