@@ -52,9 +52,9 @@ class RunScreens(App[None]):
     TITLE = "skyrl-train watch"
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"show('{name}')", name) for number, name in enumerate(SCREENS, 1)),
-        Binding("comma", "other_step(-1)", "step before"),
-        Binding("full_stop", "other_step(1)", "next step"),
-        Binding("e", "other_phase", "training or evaluation"),
+        Binding("comma", "other_step(-1)", "before"),
+        Binding("full_stop", "other_step(1)", "next"),
+        Binding("e", "other_phase", "train/eval"),
         Binding("q", "quit", "leave"),
     ]
 

@@ -96,7 +96,10 @@ function Sample({ run, chosen, siblings, open, overRun, close }) {
   const [tab, setTab] = useState("tokens");
   const { data, error } = useAnswer(() => get("sample", { run, phase: chosen.phase, step: chosen.step, row: chosen.row }), `${run} ${chosen.phase} ${chosen.step} ${chosen.row}`, "");
   const box = useRef(null);
-  useEffect(() => { box.current?.scrollIntoView({ block: "nearest" }); }, []);
+  useEffect(() => {
+    box.current?.querySelector(".siblings [aria-pressed=true]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+    box.current?.scrollIntoView({ block: "nearest" });
+  }, []);
   return html`<div class="card sample" ref=${box}>
     <h2>Group ${chosen.group_index}, sample ${chosen.sample}${chosen.sequence ? `, sequence ${chosen.sequence}` : ""}<span class="unit">${chosen.phase === "eval" ? "evaluation of version" : "step"} ${chosen.step}</span>
       <span class="now"><button onClick=${overRun}>this prompt over the run</button> <button aria-label="close" onClick=${close}>✕</button></span></h2>

@@ -9,7 +9,10 @@ export function Evaluations({ run, ticks }) {
   if (error) return html`<div class="error">${plain(error)}</div>`;
   if (!data) return html`<div class="empty">Reading evaluations …</div>`;
   if (!data.length) return html`<div class="empty">No policy was evaluated (trainer.eval).</div>`;
-  const rows = [...data].sort((a, b) => a.step - b.step), keys = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => rows.some((row) => typeof row[key] === "number") && key !== "step");
+  const rows = [...data].sort((a, b) => a.step - b.step), numbers = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => rows.some((row) => typeof row[key] === "number") && key !== "step");
+  // The figures of the only data source are those of all prompts.
+  const sources = new Set(numbers.map((key) => /^eval\/(.*)\/[^/]*$/.exec(key)?.[1]).filter(Boolean));
+  const keys = numbers.filter((key) => sources.size > 1 || !/^eval\/.*\//.test(key));
   const shown = keys.filter((key) => /pass@|avg@|reward|truncated|response_tokens/.test(key)).slice(0, 24);
   const x = rows.map((row) => row.step);
   return html`<div class="grid small">${rows.length > 1 && shown.map((key) => html`<div class="card" key=${key}><h2>${plain(key)}<span class="now">${number(rows.at(-1)[key])}</span></h2>
@@ -27,15 +30,15 @@ export function Engines({ run, ticks }) {
   const engines = Object.entries(data.engines ?? {});
   if (!engines.length) return html`<div class="empty">This run has recorded no state of its engines.</div>`;
   const newest = Math.max(...engines.map(([, points]) => points.at(-1)[0]));
-  const shares = engineShares(engines.map(([, points]) => points));
+  const several = engines.length > 1, shares = engineShares(engines.map(([, points]) => points));
   const cached = engines.some(([, points]) => points.some((point) => point[7] !== null));
-  return html`<div class="scroll"><table><thead><tr><th>engine</th><th>state</th><th>version</th><th class="n">running</th><th class="n">waiting</th><th class="n">tokens/s</th><th class="n">of all requests</th><th class="n">of all tokens</th>${cached && html`<th class="n">KV cache</th>`}<th>last sign</th></tr></thead><tbody>
+  return html`<div class="scroll"><table><thead><tr><th>engine</th><th>state</th><th>version</th><th class="n">running</th><th class="n">waiting</th><th class="n">tokens/s</th>${several && html`<th class="n">of all requests</th><th class="n">of all tokens</th>`}${cached && html`<th class="n">KV cache</th>`}<th>last sign</th></tr></thead><tbody>
       ${engines.map(([name, points], index) => { const [at, state, version, running, waiting, paused, speed, cache] = points.at(-1); return html`<tr><td class="when">engine ${name}</td>
         <td><span class=${`state ${{ healthy: "live", dead: "failed", retired: "stopped" }[state] ?? "silent"}`}>${plain(state)}${paused ? ", paused" : ""}</span></td>
         <td><i class="swatch" style=${{ background: versionColour(version) }}></i>${version ?? "–"}</td><td class="n">${number(running)}</td><td class="n">${number(waiting)}</td><td class="n">${number(speed)}</td>
-        ${shares.map((of) => html`<td class="n">${of === null ? "–" : html`<span class="share"><span class="track"><i style=${{ width: `${Math.round(100 * of[index])}%` }}></i></span>${withUnit(of[index], "share")}</span>`}</td>`)}${cached && html`<td class="n">${withUnit(cache, "share")}</td>`}<td>${ago(at)}</td></tr>`; })}
+        ${several && shares.map((of) => html`<td class="n">${of === null ? "–" : html`<span class="share"><span class="track"><i style=${{ width: `${Math.round(100 * of[index])}%` }}></i></span>${withUnit(of[index], "share")}</span>`}</td>`)}${cached && html`<td class="n">${withUnit(cache, "share")}</td>`}<td>${ago(at)}</td></tr>`; })}
     </tbody></table></div>
-    <p class="note">Shares and curves are of the newest part of the record, ${seconds(newest - Math.min(...engines.map(([, points]) => points[0][0])))}. Requests count while they run or wait. The timeline has the versions over time.</p>
+    <p class="note">${several ? "Shares and curves" : "Curves"} are of the newest part of the record, ${seconds(newest - Math.min(...engines.map(([, points]) => points[0][0])))}. ${several ? "Requests count while they run or wait. " : ""}The timeline has the versions over time.</p>
     <div class="grid small">${engines.slice(0, 32).map(([name, points]) => { const x = points.map((point) => point[0] - newest); const of = (index) => points.map((point) => point[index]); return html`<div class="card" key=${name}><h2>Engine ${name}<span class="unit">requests</span><span class="now">${number(points.at(-1)[3])}</span></h2>
       <${Chart} x=${x} axis="s before the newest event" height=${120} yRange=${zeroBased} series=${[{ label: "running", values: of(3), stroke: PALETTE[0] }, { label: "waiting", values: of(4), stroke: PALETTE[1] }, ]} /></div>
       <div class="card" key=${`${name} speed`}><h2>Engine ${name}<span class="unit">tokens/s</span><span class="now">${number(points.at(-1)[6])}</span></h2>
@@ -87,10 +90,10 @@ export function Failures({ run, ticks }) {
     <h3>Failed groups and attempts</h3>
     ${events.failures.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th class="n">times</th><th>what</th><th>why</th><th>groups, for example</th><th>the first of them again</th><th>first</th><th>last</th></tr></thead><tbody>
       ${events.failures.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.kind === "failed" ? html`<span class="state failed">failed for good</span>` : "failed attempt"}</td><td class="wrap mono"><${Text}>${row.reason}<//></td>
-        <td>${row.examples.join(", ")}</td><td class="wrap mono"><${Text}>${row.again}<//></td><td class="when">${moment(row.first)}</td><td>${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
+        <td>${row.examples.join(", ")}</td><td class="wrap mono">${row.again.split(" ").map((word) => html`<span class="word"><${Text}>${word}<//></span> `)}</td><td class="when">${moment(row.first)}</td><td class="when">${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
     <h3>Warnings</h3>
     ${events.warnings.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th class="n">times</th><th>level</th><th>text</th><th>from</th><th>last</th></tr></thead><tbody>
-      ${events.warnings.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.level}</td><td class="wrap mono"><${Text}>${row.text}<//></td><td class="mono">${plain(row.source)}</td><td>${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
+      ${events.warnings.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.level}</td><td class="wrap mono"><${Text}>${row.text}<//></td><td class="mono">${plain(row.source)}</td><td class="when">${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
     <h3>Commands</h3>
     <div class="scroll"><table class="told"><tbody>${events.processes.map((event) => html`<tr><td class="when">${moment(event.at)}</td><td class="when">${{ process: "opened", run: "training began", resume: "training went on", end: "ended" }[event.kind]}</td>
       <td class="wrap"><${Text}>${event.kind === "process" ? `${event.host}, pid ${event.pid}, version ${event.version}, Python ${event.python}${event.git ? `, git ${event.git.slice(0, 10)}` : ""}: ${event.command.join(" ")}`
