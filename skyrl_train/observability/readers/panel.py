@@ -60,6 +60,7 @@ class WatchedRun:
         self.title = visible(f"{root if self._name == '.' else root / self._name} ({self.header['mode']})")
         self.in_flight, self.failures = 0, Failures()
         self.start_up: list[str] = []
+        self._starting = True  # or nobody has looked whether the last command has finished a step
         self._step, self._elapsed_s, self._read_at = 0, 0.0, time.monotonic()
         self.parts: dict[str, str] = {}
 
@@ -80,12 +81,14 @@ class WatchedRun:
 
     def poll(self) -> StepReport | None:
         """Read what is new. Returns the newest step if it was not there at the last call."""
+        self._starting |= self.header["state"] != "live"  # another command may have begun since
         self.header = self._runs.row(self._name)
         if self.parts == (parts := fingerprint(self.path)):
             return None
         self.parts = parts
         newest = spread_rows(self._runs.file(self._name, METRICS), 1)
-        self.start_up = self._start_up(newest[-1].get("time") if newest else None)
+        if self._starting:
+            self._read_start_up(newest[-1].get("time") if newest else None)
         if not newest or newest[-1]["step"] == self._step:
             return None
         # A figure that this step lacks, or that its version of the library did not write, is 0.
@@ -108,18 +111,18 @@ class WatchedRun:
         advice = run_advice(self._table.columns(), self.store, self.settings)
         return replace(report, evaluation=visible("".join(evaluated)), advice=advice)
 
-    def _start_up(self, newest_at: Any) -> list[str]:
-        """Return a line for each part of the start of the last command; none if it has finished a step since.
+    def _read_start_up(self, newest_at: Any) -> None:
+        """Read the parts of the start of the last command, unless it has finished a step since.
 
         Args:
             newest_at: Unix time of the newest step; None: there is none.
         """
         events = self.store.rare(START_UP_SEGMENTS) or []
         begins = [place for place, event in enumerate(events) if event["kind"] == "process"]
-        if not begins or (is_finite_number(newest_at) and newest_at > events[begins[-1]]["at"]):
-            return []
-        parts = {event["name"]: event for event in events[begins[-1] :] if event["kind"] == "start_up"}
-        return [
+        own = events[begins[-1] :] if begins else []
+        self._starting = not is_finite_number(newest_at) or (bool(own) and newest_at < own[0]["at"])
+        parts = {event["name"]: event for event in own if event["kind"] == "start_up" and self._starting}
+        self.start_up = [
             visible(f"  {name}: {'...' if event['t1'] is None else age(event['t1'] - event['t0'])}")
             for name, event in parts.items()
         ]
