@@ -22,7 +22,6 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.models.place import check_place, is_local
 from skyrl_train.observability.trackers.feed import tracker_factory, tracker_names
-from skyrl_train.rollout.stages.reward import check_signature, is_async
 from skyrl_train.rollout.staleness.policies import STALENESS_POLICIES, resolve_staleness_policy
 from skyrl_train.runtime.listening import bind
 from skyrl_train.training.objective import Objective
@@ -97,11 +96,13 @@ def check_import_paths(config: RunConfig) -> None:
         SCHEDULES.get(setting(config, key), key)
     resolve_staleness_policy(derive.staleness_policy(config))  # the rollout manager has one in every mode
     if reward is not None:
+        from skyrl_train.rollout.stages.reward import check_signature, is_async  # executors too
+
         is_async(reward, config.rollout.stages.reward.kwargs)
         check_signature(reward, config.rollout.stages.reward.kwargs)
     # Imported, not constructed: the generator needs a client, which does not exist yet.
     generator_class = GeneratorSpec(generator, config.environment, model_path="").import_class()
-    if generator.name == "harness":
+    if generator.name in ("harness", "skyrl"):
         generator_class.endpoint_settings(generator.kwargs)
     if config.rollout.num_actors:
         return  # the actors import environment and agent; this process need not
@@ -135,7 +136,11 @@ def check_machine(config: RunConfig) -> None:
             except ConfigError as error:
                 raise ConfigError(f"{key}: {error} `skyrl-train doctor` finds other problems.") from error
     endpoint = config.generator.kwargs.get("endpoint")
-    if config.generator.name == "harness" and not config.rollout.num_actors and isinstance(endpoint, Mapping):
+    if (
+        config.generator.name in ("harness", "skyrl")
+        and not config.rollout.num_actors
+        and isinstance(endpoint, Mapping)
+    ):
         host, port = str(endpoint.get("host", "127.0.0.1")), endpoint.get("port") or 0
         bind(host, port, "generator.kwargs.endpoint.port")[0].close()
 

@@ -21,7 +21,6 @@ from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet, check_environment
 from skyrl_train.rollout.data.loader import build_loader, open_prompts
 from skyrl_train.rollout.data.prompt_limit import PromptLimit
-from skyrl_train.rollout.stages.reward import check_columns
 
 if TYPE_CHECKING:
     from skyrl_train.rollout.data.streaming import StreamingPrompts
@@ -54,6 +53,8 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
     check_environment(dataset, config)
     reward = config.rollout.stages.reward
     if reward.function is not None and isinstance(dataset, PromptDataset):
+        from skyrl_train.rollout.stages.reward import check_columns  # executors too
+
         check_columns(reward.function, reward.kwargs, dataset.records[0])
     limit = PromptLimit(config, download=download)
     if isinstance(dataset, PromptDataset):

@@ -25,8 +25,10 @@ from omegaconf import OmegaConf
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
+from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.errors import ConfigError, GeneratorOutputError, RolloutError
 from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.skyrl_endpoint import AgentEndpoint, RowTokens, ServedResponses
 from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import SamplingParams
@@ -180,7 +182,8 @@ class SkyRLGenerator(GeneratorInterface):
         named = inspect.signature(generator).parameters
         self._sampling = dataclasses.asdict(generator_config.sampling_params)
         names = [model_path, (generator_cfg or {}).get("inference_engine.served_model_name") or Path(model_path).name]
-        self._endpoint = AgentEndpoint(client, ["policy", *names], endpoint or {})
+        settings = self.endpoint_settings({"endpoint": {"model_names": ["policy", *names], **(endpoint or {})}})
+        self._endpoint = AgentEndpoint(client, settings)
         offered = {
             "inference_engine_client": SkyRLClient(client, tokenizer, model_path, self._sampling, self._endpoint),
             "tokenizer": tokenizer,
@@ -194,6 +197,16 @@ class SkyRLGenerator(GeneratorInterface):
         self._quiet = (
             {"disable_tqdm": True} if "disable_tqdm" in inspect.signature(generator.generate).parameters else {}
         )
+
+    @staticmethod
+    def endpoint_settings(kwargs: Mapping[str, Any]) -> ServerSettings:
+        """Return ``generator.kwargs.endpoint``. Without an ``admin_key``, the endpoint takes requests with any key.
+
+        Raises:
+            ConfigError: a setting is unknown or impossible.
+        """
+        endpoint = kwargs.get("endpoint") or {}
+        return HarnessGenerator.endpoint_settings({"endpoint": {"open": "admin_key" not in endpoint, **endpoint}})
 
     async def start(self) -> None:
         await self._endpoint.start()
@@ -226,9 +239,8 @@ class SkyRLGenerator(GeneratorInterface):
             self._endpoint.end(served)
         trajectories = output.get("trajectory_ids") or ids
         rows: list[RowTokens] = []
-        for trajectory, prompt, tokens, wanted in zip(
-            trajectories, output["prompt_token_ids"], output["response_ids"], output["loss_masks"], strict=False
-        ):
+        fields = (output[name] for name in ("prompt_token_ids", "response_ids", "loss_masks", "rewards"))
+        for trajectory, prompt, tokens, wanted, reward in zip(trajectories, *fields, strict=False):
             session = trajectory.to_string()
             row = _take(tokens, wanted, session, call.responses)
             if any(wanted) and not any(row.loss_mask):
@@ -237,8 +249,9 @@ class SkyRLGenerator(GeneratorInterface):
                         f"None of the tokens of sample {session} that are to be trained came from client.generate. Text that "
                         "was encoded again has other tokens; return the response_ids of the client."
                     )
-                row = served.row(session, prompt, tokens, wanted)
+                row = served.row(session, prompt, tokens, wanted, reward)
             rows.append(row)
+        served.check_shared()
         metrics = output.get("rollout_metrics") or {}
         return {
             "prompt_token_ids": output["prompt_token_ids"],

@@ -13,15 +13,14 @@ import asyncio
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from skyrl_train.endpoint.server.app import create_app
 from skyrl_train.endpoint.server.server import EndpointServer
+from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.endpoint.sessions import SessionStore
 from skyrl_train.errors import RolloutError
-from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.harness.sampling import run_params
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import RequestClient
@@ -55,13 +54,18 @@ class ServedResponses:
         self.sessions = frozenset(sessions)
         self._by_digest: dict[bytes, list[tuple[str | None, Generation]]] = {}
         self._latest_prompts: deque[bytes] = deque(maxlen=KEPT_PROMPTS)  # for error messages
+        # Rows with equal responses that were not sampled alike, by prompt and tokens: their names, the number of these
+        # responses, and what the rows are.
+        self._shared: dict[tuple[bytes, tuple[int, ...]], list[tuple[str, int, object]]] = {}
 
     def add(self, prompt: bytes, digest: bytes, session: str | None, generation: Generation) -> None:
         """Keep a response to ``prompt``: packed tokens, which the calls share, with their digest."""
         self._by_digest.setdefault(digest, []).append((session, generation))
         self._latest_prompts.append(prompt)
 
-    def row(self, session: str, prompt: Sequence[int], tokens: Sequence[int], mask: Sequence[int]) -> RowTokens:
+    def row(
+        self, session: str, prompt: Sequence[int], tokens: Sequence[int], mask: Sequence[int], reward: object
+    ) -> RowTokens:
         """Find the responses that a row consists of.
 
         A generator may cut a response off. Tokens that it adds behind a whole response, such as EOS, do not train.
@@ -70,9 +74,10 @@ class ServedResponses:
             session: the name of the row's sample.
             tokens: of the row after its prompt, [T].
             mask: 1 on tokens to train, [T].
+            reward: of the row; for :meth:`check_shared`, to be called after the last row.
 
         Raises:
-            RolloutError: tokens to train were not served after the tokens before them, or by several policy versions.
+            RolloutError: tokens to train were not served after the tokens before them.
         """
         row = RowTokens([0] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens), [])
         before = array("i", [*prompt, *tokens])
@@ -82,10 +87,10 @@ class ServedResponses:
                 position, after_response = position + 1, False
                 continue
             end = next((place for place in range(position, len(tokens)) if not mask[place]), len(tokens))
-            served = self._by_digest.get(_digest(before[: len(prompt) + position].tobytes()), ())
+            digest = _digest(before[: len(prompt) + position].tobytes())
             lengths = [
                 (_common(tokens[position:end], generation.token_ids), generation)
-                for sender, generation in served
+                for sender, generation in self._by_digest.get(digest, ())
                 if sender == session or sender not in self.sessions
             ]
             length = max((length for length, _ in lengths), default=0)
@@ -103,13 +108,11 @@ class ServedResponses:
                 )
                 for generation in longest
             }
-            if len(distributions) > 1:
-                raise RolloutError(
-                    f"Token {position} of sample {session} begins one of {len(longest)} equal responses, which several policy "
-                    "versions, or one with and without a grammar, sampled. Let each sample send its name "
-                    "(TrajectoryID.to_string()) in the header x-session-id."
-                )
             generation, stop = longest[0], position + length
+            if len(distributions) > 1:
+                rows = self._shared.setdefault((digest, tuple(tokens[position:stop])), [])
+                generation = longest[min(len(rows), len(longest) - 1)]
+                rows.append((session, len(longest), (list(prompt), list(tokens), reward)))
             row.loss_mask[position:stop] = [1] * length
             row.logprobs[position:stop] = generation.logprobs[:length]
             row.versions[position:stop] = generation.versions[:length]
@@ -117,6 +120,23 @@ class ServedResponses:
                 row.grammars.append(replace(generation.grammar.moved(position), stop=stop))
             position, after_response = stop, True
         return row
+
+    def check_shared(self) -> None:
+        """Check the rows that have equal responses of several policy versions, or with and without a grammar.
+
+        It does not matter which row has which of them, if the rows are equal, rewards included, and have all of them.
+
+        Raises:
+            RolloutError: it matters.
+        """
+        for rows in self._shared.values():
+            session, responses, first = rows[0]
+            if len(rows) != responses or any(row != first for _, _, row in rows):
+                raise RolloutError(
+                    f"Sample {session} has one of {responses} equal responses that were sampled by several policy versions, or "
+                    "with and without a grammar. Let each sample send its name (TrajectoryID.to_string()) in the header "
+                    "x-session-id."
+                )
 
     def _unmatched(self, session: str, before: array[int], longest: list[Generation], length: int) -> str:
         if not self._by_digest:
@@ -144,20 +164,13 @@ class AgentEndpoint:
     The run's temperature, filters and penalties replace those of a request; ``max_tokens`` is the smaller of both.
 
     Args:
-        model_names: names of the policy.
-        settings: of the endpoint; see :class:`~skyrl_train.endpoint.server.settings.ServerSettings`. Without an ``admin_key``,
-            each program on this machine may use it.
-
-    Raises:
-        ConfigError: a setting is unknown or impossible.
+        settings: of the endpoint; if ``open``, each program on this machine may use it.
     """
 
-    def __init__(self, client: RequestClient, model_names: Sequence[str], settings: Mapping[str, Any]) -> None:
+    def __init__(self, client: RequestClient, settings: ServerSettings) -> None:
         self.calls: list[ServedResponses] = []  # of the calls that run
         self._client = client
-        self._settings = HarnessGenerator.endpoint_settings(
-            {"endpoint": {"open": "admin_key" not in settings, "model_names": list(model_names), **settings}}
-        )
+        self._settings = settings
         self._store: SessionStore | None = None
         self._server: EndpointServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # after start()

@@ -12,8 +12,11 @@ from harness import TOKENIZER
 from harness_worlds import batch
 from scripted import ScriptedEngine, hashed_token, scripted_update
 
+from skyrl_train.build.checks import check_import_paths
+from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, SamplingConfig
-from skyrl_train.errors import RolloutError
+from skyrl_train.endpoint.server.settings import ServerSettings
+from skyrl_train.errors import ConfigError, RolloutError
 from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.generators.skyrl import SkyRLClient
 from skyrl_train.generators.skyrl_endpoint import AgentEndpoint, ServedResponses, _digest
@@ -39,7 +42,7 @@ class OverHttp:
         rows = [await self.play(list(input_batch["prompts"][0]), name) for name in names]
         return {
             **{field: [row[field] for row in rows] for field in ("prompt_token_ids", "response_ids", "loss_masks")},
-            "rewards": [1.0] * len(rows),
+            "rewards": [float(self.case == "other rewards" and place) for place in range(len(rows))],
         }
 
     async def play(self, messages: list[Any], name: str) -> dict[str, list[int]]:
@@ -118,9 +121,11 @@ async def test_versions_and_logprobs_are_those_of_the_responses_with_the_rows_to
 
 
 async def test_equal_responses_of_several_versions_are_told_apart_by_the_samples_name() -> None:
-    with pytest.raises(RolloutError, match=r"p_0 begins one of 2 equal responses.*x-session-id"):
-        await play("ids", 2)
+    with pytest.raises(RolloutError, match=r"p_0 has one of 2 equal responses.*x-session-id"):
+        await play("other rewards", 2)
+    _, equal = await play("ids", 2)
     _, output = await play("named samples", 2)
+    assert equal["rollout_versions"] == output["rollout_versions"], "between equal rows it does not matter"
     assert [sorted(set(versions)) for versions in output["rollout_versions"] or ()] == [[-1, 0, 1], [-1, 2, 3]]
 
 
@@ -142,11 +147,11 @@ async def test_a_request_belongs_to_the_running_calls_whose_settings_it_asks_for
     client = InferenceEngineClient([ScriptedEngine(free_running=True)], TOKENIZER)
     await client.start()
     await client.load_weights(scripted_update(0), PauseMode.KEEP)
-    endpoint = AgentEndpoint(client, ["policy"], {})
+    endpoint = AgentEndpoint(client, ServerSettings(open=True))
     training, evaluation = (ServedResponses(SamplingParams(temperature=each), []) for each in (0.7, 0.0))
     endpoint.calls += [training, evaluation]
     generation = await endpoint.complete(GenerationRequest([5], SamplingParams(max_tokens=4, temperature=temperature)))
-    row = [5], generation.token_ids, [1] * len(generation.token_ids)
+    row = [5], generation.token_ids, [1] * len(generation.token_ids), 1.0
     right, wrong = (evaluation, training) if temperature == 0 else (training, evaluation)
     assert right.row("p_0", *row).logprobs == generation.logprobs
     with pytest.raises(RolloutError, match="no request has reached"):
@@ -155,6 +160,12 @@ async def test_a_request_belongs_to_the_running_calls_whose_settings_it_asks_for
     span = GrammarSpan(0, 4, "regex", ".*")
     key = array("i", [5]).tobytes()
     right.add(key, _digest(key), None, replace(generation, grammar=span))
+    right.row("p_0", *row)
     with pytest.raises(RolloutError, match="with and without a grammar"):
-        right.row("p_0", *row)
+        right.check_shared()
     await client.teardown()
+
+
+def test_a_wrong_setting_of_the_endpoint_is_told_before_models_are_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"generator\.kwargs\.endpoint\.prot is unknown"):
+        check_import_paths(compose("base", ["generator.name=skyrl", "generator.kwargs.endpoint={prot: 1}"]))

@@ -284,10 +284,11 @@ def test_a_missing_device_package_or_port_is_told_before_models_are_loaded(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = ["generator.name=harness", "generator.kwargs.agent=mine.py:reward"]
-    with pytest.raises(
-        ConfigError, match=rf"127\.0\.0\.1:{port}.*generator\.kwargs\.endpoint\.port; 0 takes a free one"
-    ):
-        check_machine(compose("base", [*harness, f"generator.kwargs.endpoint.port={port}"]))
+    for generator in (harness, ["generator.name=skyrl"]):
+        with pytest.raises(
+            ConfigError, match=rf"127\.0\.0\.1:{port}.*generator\.kwargs\.endpoint\.port; 0 takes a free one"
+        ):
+            check_machine(compose("base", [*generator, f"generator.kwargs.endpoint.port={port}"]))
     check_machine(compose("base", [*harness, "generator.kwargs.endpoint.port=0"]))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for key in ("trainer.device", "generator.inference_engine.device"):
