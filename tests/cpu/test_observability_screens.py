@@ -15,6 +15,7 @@ from rich.console import Console
 from textual.widgets import DataTable, Static, TabbedContent
 
 from skyrl_train.config.compose import compose, to_yaml
+from skyrl_train.entrypoints.watch import watch
 from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.readers.panel import WatchedRun
 from skyrl_train.observability.readers.timeline import EventStore
@@ -73,7 +74,9 @@ async def test_each_key_shows_its_screen(run: Path) -> None:
     assert "\\x1b]0;title\\x07the last line" in seen["log"]
 
 
-async def test_before_the_first_step_the_parts_of_the_start_are_shown(tmp_path: Path) -> None:
+async def test_before_the_first_step_the_parts_of_the_start_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run"
     path.mkdir()
     (path / CONFIG).write_text(to_yaml(compose("quickstart", ["trainer.max_steps=8"])))
@@ -90,12 +93,9 @@ async def test_before_the_first_step_the_parts_of_the_start_are_shown(tmp_path: 
             await app.workers.wait_for_complete()
             await pilot.pause()
             shown = text_of(app, "panel")
-        # Of the last command only
-        assert (
-            shown.count("model \\x1b[31m: 2.5 s")
-            == shown.count(f"engines: {'...' if engines is None else '1:15'}")
-            == 1
-        )
+        watch(path, once=True)
+        for text in (shown, capsys.readouterr().out):  # of the last command only
+            assert text.count("model \\x1b[31m: 2.5 s") == text.count(f"engines: {'1:15' if engines else '...'}") == 1
     with (path / "metrics.jsonl").open("w") as file:
         file.write(json.dumps({"step": 1, "time": time.time() + 10.0}) + "\n")
     app = RunScreens(WatchedRun(path), poll_s=600.0)
