@@ -306,22 +306,28 @@ def test_a_history_holds_the_latest_responses_only() -> None:
 
 def test_a_history_holds_so_many_characters_and_so_long() -> None:
     now = 0.0
-    history = ResponseHistory(max_characters=50, lifetime_s=10.0, clock=lambda: now)
+    history = ResponseHistory(max_characters=100, lifetime_s=10.0, clock=lambda: now)
+
+    def keep(response_id: str, characters: int) -> None:
+        history.keep({"id": response_id}, ({"role": "user", "content": "x" * characters},))
+
     for number in range(3):
-        history.keep({"id": f"resp_{number}"}, ({"role": "user", "content": "x" * 20},))
+        keep(f"resp_{number}", 20)
     assert len(history) == 2
-    history.keep({"id": "resp_3"}, ({"role": "user", "content": "x" * 99},))
+    keep("resp_3", 200)
     assert len(history) == 1, "the latest stays"
+    keep("resp_4", 1)
     now = 5.0
-    history.keep({"id": "resp_4"}, ({"role": "user", "content": "x"},))
+    keep("resp_5", 1)
+    assert len(history) == 2
     now = 10.0
     with pytest.raises(DialectError, match=r"older than .* or than 10 s"):
-        history.conversation("resp_3")
-    history.conversation("resp_4")
-    history.keep({"id": "resp_5"}, ({"role": "user", "content": "x"},))
+        history.conversation("resp_4")
+    history.conversation("resp_5")
+    keep("resp_6", 1)
     assert len(history) == 2, "what is too old is dropped"
-    history.delete("resp_5")
-    history.keep({"id": "resp_6"}, ({"role": "user", "content": "x" * 40},))
+    history.delete("resp_6")
+    keep("resp_7", 40)
     assert len(history) == 2, "the characters of dropped ones do not count"
 
 

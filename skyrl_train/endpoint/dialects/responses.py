@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
@@ -50,7 +51,7 @@ from skyrl_train.inference.openai.messages import (
 )
 
 MAX_RESPONSES = 256  # stored per session; the oldest is dropped first
-MAX_CHARACTERS = 64 << 20  # of the stored conversations of one history
+MAX_CHARACTERS = 64 << 20  # of all that one history stores
 # Of the history that requests without a session share.
 MAX_SHARED_RESPONSES = 4096
 SHARED_LIFETIME_S = 3600.0
@@ -579,7 +580,8 @@ class ResponseHistory:
 
     def keep(self, body: Mapping[str, Any], conversation: Conversation) -> None:
         """Store a response object and the conversation up to its end."""
-        characters = sum(len(str(value)) for message in conversation for value in message.values())
+        characters = len(orjson.dumps(body))  # it repeats tools and instructions
+        characters += sum(len(str(value)) for message in conversation for value in message.values())
         self._stored[body["id"]] = _Stored(body, conversation, characters, self._clock())
         self._characters += characters
         while len(self._stored) > 1:
