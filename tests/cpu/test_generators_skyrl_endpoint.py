@@ -54,14 +54,27 @@ class OverHttp:
         async with openai.AsyncOpenAI(base_url=url, api_key="dummy", default_headers=headers) as sdk:
             for _ in range(2):
                 answer: Any = await sdk.chat.completions.create(
-                    model=self.model, messages=messages, temperature=0.3, seed=1, extra_body={"return_token_ids": True}
+                    model=self.model,
+                    messages=messages,
+                    temperature=0.3,
+                    seed=1,
+                    stream=self.case == "streams",
+                    extra_body={"return_token_ids": True},
                 )
-                sampled = list(answer.choices[0].token_ids)
-                prompt = prompt or list(answer.prompt_token_ids)
-                between = answer.prompt_token_ids[len(prompt) + len(tokens) :]
+                if self.case == "streams":
+                    chunks = [chunk async for chunk in answer]
+                    prompt_ids = next(ids for chunk in chunks if (ids := getattr(chunk, "prompt_token_ids", None)))
+                    choices = [choice for chunk in chunks for choice in chunk.choices]
+                    sampled = [token for choice in choices for token in getattr(choice, "token_ids", None) or ()]
+                    content = "".join(choice.delta.content or "" for choice in choices)
+                else:
+                    (choice,), prompt_ids = answer.choices, answer.prompt_token_ids
+                    sampled, content = choice.token_ids, choice.message.content
+                prompt = prompt or list(prompt_ids)
+                between = prompt_ids[len(prompt) + len(tokens) :]
                 tokens += [*between, *sampled]
                 mask += [0] * len(between) + [1] * len(sampled)
-                messages += [{"role": "assistant", "content": answer.choices[0].message.content}]
+                messages += [{"role": "assistant", "content": content}]
                 messages += [{"role": "user", "content": "more"}]
                 await update(_world[0].policy_version + 1)
         if self.case != "named samples":
@@ -107,7 +120,7 @@ async def play(case: str, samples: int) -> tuple[ScriptedEngine, GeneratorOutput
         await client.teardown()
 
 
-@pytest.mark.parametrize("case", ["ids", "asks late", "added token", "cut"])
+@pytest.mark.parametrize("case", ["ids", "streams", "asks late", "added token", "cut"])
 async def test_versions_and_logprobs_are_those_of_the_responses_with_the_rows_tokens(case: str) -> None:
     engine, output = await play(case, 1)
     (sample,) = to_samples(output, expected=1)
