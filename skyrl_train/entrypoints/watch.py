@@ -40,7 +40,7 @@ def watch(
                 said = watched.start_up
                 if report is not None:
                     view.update(report)
-                view.waiting(watched.in_flight, watched.failures)
+                view.waiting(watched.in_flight, watched.failures, watched.oldest_s)
                 if once or watched.has_ended:
                     break
                 time.sleep(POLL_S)

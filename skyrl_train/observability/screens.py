@@ -181,7 +181,7 @@ class RunScreens(App[None]):
         if report is not None:
             self._panel.update(report)
         else:
-            self._panel.waiting(self._watched.in_flight, self._watched.failures)
+            self._panel.waiting(self._watched.in_flight, self._watched.failures, self._watched.oldest_s)
         if isinstance(drawn, Text):
             widget = {"run": "panel", "samples": "sample"}.get(shown, f"{shown}-text")
             self.query_one(f"#{widget}", Static).update(drawn)

@@ -162,6 +162,9 @@ class RecordedRun:
             "generate/response_tokens": 10.0,
             "generate/truncated": 0.0,
             "inference/generated_tokens_total": 100.0 * step,
+            "generate/latency_s_oldest": 1.5,
+            "staleness/oldest_in_flight": 2.0,
+            "async/in_flight": 4.0,
         }
         return {
             "step": step, "time": BEGAN + step, "elapsed_s": float(step), "loss/entropy": 2 / step, "policy/tokens": samples,

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from recorded_runs import RecordedRun
@@ -38,8 +39,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_of(app: RunScreens, widget: str) -> str:
+    return rendered(app.query_one(f"#{widget}", Static).content)
+
+
+def rendered(content: Any) -> str:
     console = Console(width=110, height=60, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    console.print(app.query_one(f"#{widget}", Static).content)
+    console.print(content)
     return console.export_text()
 
 
@@ -67,6 +72,9 @@ async def test_each_key_shows_its_screen(run: Path) -> None:
                 await pilot.pause()
                 assert str(table.get_row_at(0)[0]) == "7"
     assert "step 8/8" in seen["run"] and "reward" in seen["run"]
+    # At later looks, which find no further step, too
+    for panel in (seen["run"], rendered(app._panel.draw())):
+        assert "4 in flight (oldest: 1.5 s, lag 2)" in panel
     assert "trainer" in seen["timeline"] and "#" in seen["timeline"] and "▼" in seen["timeline"]
     assert "lag 1" in seen["samples"] and "07c=" in seen["samples"]
     assert "\\x1b[31mno" in seen["failures"] and f"again: skyrl-train try {run} --prompt 3" in seen["failures"]

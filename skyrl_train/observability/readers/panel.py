@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ class WatchedRun:
         settings: of its ``config.yaml``.
         store: its record.
         rewards: the mean rewards of earlier steps, some of them if there are many.
-        in_flight: groups in generation after the newest step.
+        in_flight, oldest_s: groups in generation after the newest step, and the age of the oldest one then (NaN: unknown).
         failures: up to the newest step.
         start_up: lines about the start of the last command, while it has not finished a step.
         parts: the fingerprints of its files at the last look.
@@ -58,7 +59,7 @@ class WatchedRun:
         rows = spread_rows(self._runs.file(self._name, METRICS), CURVE_STEPS)
         self.rewards = [reward for row in rows[:-1] if (reward := _finite(row).get("reward/mean")) is not None]
         self.title = visible(f"{root if self._name == '.' else root / self._name} ({self.header['mode']})")
-        self.in_flight, self.failures = 0, Failures()
+        self.in_flight, self.oldest_s, self.failures = 0, math.nan, Failures()
         self.start_up: list[str] = []
         self._starting = True  # or nobody has looked whether the last command has finished a step
         self._step, self._elapsed_s, self._read_at = 0, 0.0, time.monotonic()
@@ -94,7 +95,10 @@ class WatchedRun:
         # A figure that this step lacks, or that its version of the library did not write, is 0.
         numbers = defaultdict(float, _finite(newest[-1]))
         self._step, self._read_at, self._elapsed_s = newest[-1]["step"], time.monotonic(), numbers["elapsed_s"]
-        self.in_flight = int(numbers["async/in_flight"])
+        self.in_flight, self.oldest_s = (
+            int(numbers["async/in_flight"]),
+            numbers.get("generate/latency_s_oldest", math.nan),
+        )
         self.failures = Failures(int(numbers["async/failed"]), self._allowed, int(numbers["async/retries"]))
         saved = None
         with suppress(OSError, ValueError):
