@@ -6,7 +6,7 @@ First it measures processor time. Agents hold conversations of several turns thr
 actors; only the engines are modelled, and send their tokens in pieces of 64 as vLLM's do. Two lengths of responses give the cost
 of a turn and of a token in each process, once with the endpoint in the control process and once with it in rollout actors.
 ``driver_cost.py`` gives the cost of a trajectory from admission to the minibatch. ``--vllm`` adds the front end of a real vLLM
-on a CPU, which runs in an engine's actor.
+on a CPU, which runs in a process or an actor of its engine, and what is left of it in the control process.
 
 Then it simulates a cluster in virtual time: each agent alternates between its tool, the processes, each of which does one thing
 at a time and takes the measured times, and an engine. Printed: turns and tokens per second, the part of the time that each kind
@@ -168,18 +168,24 @@ def conversation(agent: int, turns: int, tokens: int) -> GeneratorInput:
     )
 
 
-async def vllm_token_s(requests: int = 32, tokens: int = 256) -> float:
-    """Return the processor seconds that vLLM's front end takes for a token, in pieces of 64."""
+async def vllm_token_s(hosted: bool, requests: int = 32, tokens: int = 256) -> float:
+    """Return the processor seconds that a vLLM on a CPU takes from this process for a token, in pieces of 64.
+
+    Args:
+        hosted: its front end has a process of its own, as in a run.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from skyrl_train.config.schema import BuildModelConfig
-    from skyrl_train.inference.engines.vllm import VLLMEngine
+    from skyrl_train.inference.engines.proxy import ProcessEngine
     from skyrl_train.models.tiny import build_model_folder
 
     with tempfile.TemporaryDirectory() as folder:
         build_model_folder(
             BuildModelConfig(hidden_size=128, num_heads=4, max_position_embeddings=512), Path(folder) / "m", 0
         )
-        engine = VLLMEngine(str(Path(folder) / "m"), max_num_seqs=requests)
+        arguments = {"model_path": str(Path(folder) / "m"), "max_num_seqs": requests}
+        path = "skyrl_train.inference.engines.vllm:VLLMEngine"
+        engine = ProcessEngine(path, arguments) if hosted else import_name(path, "engine")(**arguments)
         await engine.start()
         try:
 
@@ -329,8 +335,9 @@ def main() -> None:
                     )
     print(f"\na trajectory in the control process: {1e3 * trajectory_s:.2f} ms")
     if options.vllm:
-        token_s = asyncio.run(vllm_token_s())
-        print(f"a token in vLLM's front end, in an engine's actor: {1e6 * token_s:.2f} us")
+        left_s, token_s = asyncio.run(vllm_token_s(hosted=True)), asyncio.run(vllm_token_s(hosted=False))
+        print(f"a token in vLLM's front end: {1e6 * token_s:.2f} us")
+        print(f"in the control process, if the front end has a process of its own: {1e6 * left_s:.2f} us")
         for costs in places.values():
             mine = costs["engine actors"]
             costs["engine actors"] = Costs(mine.turn_s, mine.token_s + token_s)

@@ -24,6 +24,7 @@ from skyrl_train.inference.chat import ChatRenderer
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
+from skyrl_train.inference.engines.proxy import ProcessEngine
 from skyrl_train.inference.interface import InferenceEngineInterface
 from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.runtime.seeds import derive_seed
@@ -103,10 +104,8 @@ def build_engine(
         ConfigError: the backend is unknown, or a package that it needs is not installed.
     """
     engine = config.generator.inference_engine
-    # vLLM's workers learn their file from this process's environment, which engines that start at the same time share.
-    shared = engine.backend == "vllm" and engine.executor != "ray"
     # Absolute: an actor has another working folder.
-    log_file = None if logs is None else str(logs.absolute() / ("vllm.log" if shared else f"engine-{index}.log"))
+    log_file = None if logs is None else str(logs.absolute() / f"engine-{index}.log")
     # Only the chosen backend is imported.
     if engine.backend == "embedded":
         return _embedded(config, plan, model_path, index, worker, log_file, placement)
@@ -177,9 +176,7 @@ def _vllm(
     }
     if engine.executor == "ray":
         return _in_ray(engine, VLLM, {"model_path": model_path, **arguments}, log_file, placement)
-    from skyrl_train.inference.engines.vllm import VLLMEngine
-
-    return VLLMEngine(model_path, **arguments)
+    return ProcessEngine(VLLM, {"model_path": model_path, **arguments}, log_file=log_file)
 
 
 def _in_ray(

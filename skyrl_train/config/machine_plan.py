@@ -55,9 +55,9 @@ GLOO_BYTES_S = 1.5e9  # of a process that sends: TCP and copies by a CPU (on pap
 RAY_RELAY_BYTES_S = 0.6e9  # to an engine in Ray on another node by shared_memory (on paper)
 SLEEP_S, WAKE_S = 0.04, 0.2  # vLLM's engines in turns with the trainer
 # Processor seconds of the control process for a turn through the endpoint and for each of its tokens, with the endpoint in that
-# process or in rollout actors; for a trajectory; for a token in vLLM's front end: benchmarks/control_scale.py
+# process or in rollout actors; for a trajectory: benchmarks/control_scale.py
 ENDPOINT_TURN, ACTORS_TURN = (3.6e-3, 11e-6), (2.2e-3, 5.4e-6)
-TRAJECTORY_S, VLLM_TOKEN_S = 1.2e-3, 66e-6
+TRAJECTORY_S = 1.2e-3
 CONTROL_LIMIT = 0.6  # of a core; above it, requests wait for each other
 ENGINE_OWN_BYTES = 2 * _GIB  # of vLLM's share: activations of a prefill, context
 ASLEEP_BYTES = int(1.8 * _GIB)  # of both processes' contexts and CUDA graphs while an engine sleeps
@@ -611,21 +611,15 @@ def _step_times(
 
 def control_seconds(config: RunConfig, response_tokens: int) -> float:
     """Return the processor time that the control process takes for a trajectory of one turn."""
-    engine = config.generator.inference_engine
     turn_s, token_s = ACTORS_TURN if config.rollout.num_actors else ENDPOINT_TURN
-    if engine.backend == "vllm" and engine.executor != "ray":
-        token_s += VLLM_TOKEN_S
     return TRAJECTORY_S + turn_s + token_s * response_tokens
 
 
 def _control(config: RunConfig, share: float) -> str:
     """Describe what the control process has to do, and where to put it if it is too much."""
-    engine = config.generator.inference_engine
     busy = f"busy for {share:.0%} of the time, if each response is a turn through the endpoint"
     if share <= CONTROL_LIMIT:
         return busy
-    if engine.backend == "vllm" and engine.executor != "ray":
-        return f"{busy}; move vLLM's front ends to actors: {_ENGINE}.executor=ray"
     if not config.rollout.num_actors:
         return f"{busy}; move environments and agents to actors: rollout.num_actors"
     return f"{busy}, more than {CONTROL_LIMIT:.0%}: expect engines that wait for it"

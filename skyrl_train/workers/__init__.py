@@ -9,13 +9,13 @@
 | ``messages`` | ``Call``, ``Cancel``, ``Item``, ``Result``, ``Failure`` (an error as data), ``PeerState``, ``LastWords`` |
 | ``connection`` | ``Peer`` calls the other end and serves its calls; the driver's ``WorkerConnection`` also starts and stops it |
 | ``thread``, ``process``, ``ray`` | the links, and the one place where this package connects to Ray |
-| ``host`` | the other end in an asyncio actor, which the driver polls; a thread or a child process has a ``Channel`` instead |
+| ``host`` | the other end on an event loop; a blocking object in a thread or a child process has a ``Channel`` instead |
 | ``executors`` | pools of workers that call a function, for stages |
 
 | hosted object | where | driver's end |
 |---|---|---|
 | embedded engine: ``EngineLoop`` (blocking, polls between decode steps) | thread, process | ``EmbeddedEngine`` |
-| any engine: ``EngineHost`` | Ray actor | ``RayEngine`` |
+| any engine: ``EngineHost`` | process, Ray actor | ``ProcessEngine``, ``RayEngine`` |
 | a run's generator: ``GeneratorHost``, which calls the driver's client | Ray actor | ``RolloutActor`` |
 | a stage's function: ``WorkHost`` (blocking, in the main thread) | loop, thread, process, Ray actor | ``WorkerPool`` |
 | training rank: ``TrainingWorker`` (blocking, all ranks called together) | Ray actor | ``WorkerGroup`` |

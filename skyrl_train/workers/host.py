@@ -20,7 +20,8 @@ from skyrl_train.workers.messages import Item, Message
 
 
 class Hosted:
-    """Base of objects that are served in an actor. A subclass adds ``start``, called first, and what the driver may call."""
+    """Base of objects that are served on an event loop: in an actor, in a process. A subclass adds ``start``, called first, and
+    what the driver may call."""
 
     driver: Peer  # calls the object that the driver serves, if any; set before ``start``
 
@@ -36,7 +37,7 @@ class Hosted:
         raise NotImplementedError
 
     async def stop(self) -> None:
-        """Clean up; the actor is killed afterwards."""
+        """Clean up; the process is ended afterwards."""
 
 
 class ActorHost:
@@ -51,7 +52,6 @@ class ActorHost:
             with suppress(OSError):
                 write_output_to(Path(log_file))
         self._hosted = served = hosted()
-        self._joins_items = hosted.joined is not Hosted.joined
         self._outbox: asyncio.Queue[list[Message]] = asyncio.Queue()
         self._peer = served.driver = Peer(
             self._outbox.put_nowait, served, own_state=served.state, on_state=served.take_state
@@ -72,7 +72,7 @@ class ActorHost:
         messages = await self._outbox.get()
         while not self._outbox.empty():
             messages += self._outbox.get_nowait()
-        return join_items(messages, self._hosted) if self._joins_items else messages
+        return join_items(messages, self._hosted)
 
     async def stop(self) -> None:
         """Cancel what runs and clean up."""
@@ -81,7 +81,10 @@ class ActorHost:
 
 
 def join_items(messages: list[Message], hosted: Hosted) -> list[Message]:
-    """Return the same messages with the items of each stream in one; the order of each call's messages stays."""
+    """Return the same messages with the items of each stream in one, if ``hosted`` joins items; the order of each call's messages
+    stays."""
+    if type(hosted).joined is Hosted.joined:
+        return messages
     result: list[Message] = []
     position: dict[int, int] = {}  # of a stream's item in the result
     for message in messages:

@@ -29,7 +29,8 @@ from typing import ClassVar
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.runtime.process import gc_paused
-from skyrl_train.workers.connection import OnGone, OnMessages, WorkerLink
+from skyrl_train.workers.connection import OnGone, OnMessages, Peer, WorkerLink
+from skyrl_train.workers.host import Hosted, join_items
 from skyrl_train.workers.messages import Message
 
 HEADER_BYTES = 8
@@ -56,7 +57,7 @@ class ChildProcess:
 
     Args:
         target: import path ("module:function") of what serves the connection.
-        num_threads: compute threads.
+        num_threads: compute threads; None: as the environment says.
         fork: import ``target`` here and fork, if this process has a single thread; what exists then is exempt from garbage
             collection until ``gc.unfreeze()``. Not for a child that uses CUDA, which works in one process of a family only.
     """
@@ -64,7 +65,7 @@ class ChildProcess:
     # This process' ends of the connections to all children.
     _ends: ClassVar[weakref.WeakSet[socket.socket]] = weakref.WeakSet()
 
-    def __init__(self, target: str, num_threads: int = 1, *, fork: bool = False) -> None:
+    def __init__(self, target: str, num_threads: int | None = 1, *, fork: bool = False) -> None:
         # The child holds the only other end: the parent sees the end of the socket when the child ends.
         self.connection, theirs = socket.socketpair()
         self._ends.add(self.connection)
@@ -75,7 +76,7 @@ class ChildProcess:
         self.pid = self._process.pid
         self._waiting = threading.Lock()
 
-    def _fork(self, theirs: socket.socket, target: str, num_threads: int) -> BaseProcess:
+    def _fork(self, theirs: socket.socket, target: str, num_threads: int | None) -> BaseProcess:
         import_name(target, "target", "function")
         # A collection writes to all objects that it looks at, and would copy their pages in each process.
         gc.freeze()
@@ -83,7 +84,7 @@ class ChildProcess:
         def serve() -> None:
             os.setsid()  # like a new interpreter's
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(num_threads)
+            os.environ.update(_threads(num_threads))
             for end in list(self._ends):  # with a copy here, no child would see the end of its parent
                 end.close()
             serve_parent(theirs, target)
@@ -92,9 +93,8 @@ class ChildProcess:
         process.start()
         return process
 
-    def _spawn(self, theirs: socket.socket, target: str, num_threads: int) -> subprocess.Popen[bytes]:
-        environment = dict(os.environ)
-        environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(num_threads)
+    def _spawn(self, theirs: socket.socket, target: str, num_threads: int | None) -> subprocess.Popen[bytes]:
+        environment = os.environ | _threads(num_threads)
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the same packages as here
         return subprocess.Popen(
             [sys.executable, "-m", "skyrl_train.workers", str(theirs.fileno()), target],
@@ -124,6 +124,10 @@ class ChildProcess:
         self.wait()
 
 
+def _threads(number: int | None) -> dict[str, str]:
+    return {} if number is None else {"OMP_NUM_THREADS": str(number), "MKL_NUM_THREADS": str(number)}
+
+
 def serve_parent(connection: socket.socket, target: str) -> None:
     """In the child: call ``target`` with the channel to the parent. The process ends at once when the parent's end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the socket in its own time
@@ -143,13 +147,46 @@ def serve_parent(connection: socket.socket, target: str) -> None:
         function(SocketChannel(connection))
 
 
-class ProcessLink(WorkerLink):
-    """A child process: ``child`` if it was started earlier, else one that :meth:`start` creates."""
+def serve_hosted(channel: SocketChannel, hosted: type[Hosted]) -> None:
+    """In the child: serve ``hosted()`` on an event loop, until the parent lets it clean up and end."""
+    asyncio.run(_serve_hosted(channel.connection, hosted()))
 
-    def __init__(self, target: str, num_threads: int = 1, child: ChildProcess | None = None) -> None:
+
+async def _serve_hosted(connection: socket.socket, hosted: Hosted) -> None:
+    """Consumes frames / waits for the socket / unblocked by the parent or its end / produces messages."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+
+    def transmit(messages: list[Message]) -> None:
+        writer.write(encode(join_items(messages, hosted)))
+
+    peer = hosted.driver = Peer(transmit, hosted, own_state=hosted.state, on_state=hosted.take_state)
+    with suppress(asyncio.IncompleteReadError):
+        while True:
+            size = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
+            peer.deliver(pickle.loads(await reader.readexactly(size)))
+    await peer.end("its driver stops it")
+    await hosted.stop()
+
+
+class ProcessLink(WorkerLink):
+    """A child process: ``child`` if it was started earlier, else one that :meth:`start` creates.
+
+    Args:
+        stop_timeout_s: how long a graceful :meth:`stop` waits for the child to clean up and end; 0: it has nothing to clean up.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        num_threads: int | None = 1,
+        child: ChildProcess | None = None,
+        *,
+        stop_timeout_s: float = 0.0,
+    ) -> None:
         self.child = child
         self._target = target
         self._num_threads = num_threads
+        self._stop_timeout_s = stop_timeout_s
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -176,6 +213,10 @@ class ProcessLink(WorkerLink):
             self._writer.write(encode(messages))
 
     async def stop(self, graceful: bool) -> None:
+        if graceful and self._stop_timeout_s and self.child is not None and self._writer is not None:
+            with suppress(OSError):  # it has just ended
+                self._writer.write_eof()
+            await asyncio.to_thread(self.child.wait, self._stop_timeout_s)
         if self._writer is not None:
             self._writer.close()
         if self._reading is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import zlib
 from pathlib import Path
 
@@ -35,6 +37,30 @@ class ReceivingEngine(ScriptedEngine):
 
     async def served_checksum(self) -> str:
         return self.serving
+
+
+class Leaving(ReceivingEngine):
+    """Writes a file when it is torn down, and may then not return."""
+
+    def __init__(self, file: str, hangs: bool) -> None:
+        super().__init__()
+        self._file, self._hangs = file, hangs
+
+    async def teardown(self) -> None:
+        await super().teardown()
+        await asyncio.to_thread(Path(self._file).touch)
+        if self._hangs:
+            await asyncio.Event().wait()
+
+
+class Talking(ReceivingEngine):
+    """Prints, and writes to the descriptor of standard error."""
+
+    async def start(self) -> None:
+        await super().start()
+        sys.stdout.write("in Python\n")
+        sys.stdout.flush()
+        os.write(2, b"beneath Python\n")
 
 
 def refusing(message: str) -> ReceivingEngine:

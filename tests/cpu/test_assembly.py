@@ -146,27 +146,28 @@ def test_engines_of_vllm_are_built_for_their_gpus(
     plan = resolve(config, 32)
     found: list[Any] = []
 
-    def local(path: str, **arguments: Any) -> Any:
+    def local(factory: str, arguments: dict[str, Any], *, log_file: str | None) -> Any:
         found.append((arguments["devices"], None))
 
     def in_ray(factory: str, arguments: dict[str, Any], placement: Any) -> Any:
         found.append((arguments["devices"], placement.num_gpus))
 
-    monkeypatch.setattr("skyrl_train.inference.engines.vllm.VLLMEngine", local)
+    monkeypatch.setattr("skyrl_train.build.engines.ProcessEngine", local)
     monkeypatch.setattr("skyrl_train.inference.engines.ray_engine.RayEngine", in_ray)
     for index in range(2):
         build_engine(config, plan, "/model", index)
     assert found == [(expected, reserved) for expected in devices]
 
 
-def test_vllm_engines_of_one_process_have_one_log_so_that_they_start_together(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Their workers learn it from the environment of the process, where engines with other values wait for each other."""
+def test_each_vllm_engine_has_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of its process and, from the environment of that, of vLLM's workers."""
     found: list[str] = []
-    monkeypatch.setattr(
-        "skyrl_train.inference.engines.vllm.VLLMEngine", lambda _, **arguments: found.append(arguments["log_file"])
-    )
+
+    def local(factory: str, arguments: dict[str, Any], *, log_file: str) -> Any:
+        assert arguments["log_file"] == log_file
+        found.append(log_file)
+
+    monkeypatch.setattr("skyrl_train.build.engines.ProcessEngine", local)
     monkeypatch.setattr(
         "skyrl_train.inference.engines.ray_engine.RayEngine",
         lambda _, arguments, __: found.append(arguments["log_file"]),
@@ -178,7 +179,7 @@ def test_vllm_engines_of_one_process_have_one_log_so_that_they_start_together(
         )
         for index in range(2):
             build_engine(config, resolve(config, 32), "/model", index, logs=tmp_path)
-    assert [Path(log).name for log in found] == ["vllm.log", "vllm.log", "engine-0.log", "engine-1.log"]
+    assert [Path(log).name for log in found] == ["engine-0.log", "engine-1.log"] * 2
 
 
 @pytest.mark.parametrize(

@@ -258,19 +258,14 @@ def test_the_slower_half_is_the_bottleneck() -> None:
 
 
 def test_the_plan_says_what_the_control_process_has_to_do_and_who_could_do_it() -> None:
-    engines, executor, shares = split("1.5B", 2, 6), "generator.inference_engine.executor", list[float]()
-    for overrides, remedy in [
-        ([*engines, f"{executor}=process", "generator.inference_engine.devices=[2,3,4,5,6,7]"], f"{executor}=ray"),
-        ([*engines, f"{executor}=ray"], "rollout.num_actors"),
-        ([*engines, f"{executor}=ray", "rollout.num_actors=4"], "wait for it"),
-    ]:
+    engines, shares = split("0.5B", 2, 6), list[float]()
+    for overrides, remedy in [(engines, "rollout.num_actors"), ([*engines, "rollout.num_actors=4"], "wait for it")]:
         step = plan_on("8xH100", *overrides, response_tokens=512).step
         assert step is not None
         shares.append(step.control_share)
         assert f"busy for {step.control_share:.0%} of the time" in step.control
-        assert (remedy in step.control) is (step.control_share > 0.6)
-    assert shares[0] > 3 * shares[1] > 4 * shares[2] > 0
-    assert shares[0] > 0.6
+        assert step.control_share > 0.6 and remedy in step.control
+    assert shares[0] > 1.5 * shares[1]
     # A longer response takes longer in the engines as well.
     few = plan_on("8xH100", *split("32B", 4, 4), response_tokens=512).step
     assert few is not None and few.control_share < 0.6 and few.control.endswith("through the endpoint")

@@ -1,4 +1,4 @@
-"""An engine in a Ray actor keeps the engine's contract: the same answers, errors, cancellations and deaths, from afar."""
+"""An engine in a Ray actor, or in a process, keeps the engine's contract: the same answers, errors, cancellations and deaths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from skyrl_train.workers.messages import Call, Cancel, Failure, Item, Message, P
 pytest.importorskip("ray")
 from ray_worlds import FAR, RayNodes
 
-from skyrl_train.inference.engines.ray_engine import EngineHost, RayEngine
+from skyrl_train.inference.engines.proxy import EngineHost, EngineProxy, ProcessEngine
+from skyrl_train.inference.engines.ray_engine import RayEngine
 from skyrl_train.weight_sync.process_group import GlooTransport
 from skyrl_train.weight_sync.update import WeightTransport
 from skyrl_train.workers import ray as workers_ray
@@ -151,7 +152,7 @@ async def test_a_call_can_be_cancelled_before_it_arrives() -> None:
     assert engine.running == []
 
 
-# In a cluster of two nodes on this machine ----------------------------------------------------------------------------
+# In a cluster of two nodes on this machine, and in a child process -----------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -181,19 +182,19 @@ def transport() -> SharedMemoryTransport:
     return SharedMemoryTransport(verify=True)
 
 
-def hosted(folder: str, **placement: Any) -> RayEngine:
-    return RayEngine(EMBEDDED, {"model_path": folder, **SIZES}, RayPlacement(**placement), start_timeout_s=6000)
-
-
 # The actor's process finds the tests' own engine by this.
 WITH_TESTS: dict[str, Any] = {"num_cpus": 0, "environment": {"PYTHONPATH": str(Path(__file__).parent)}}
 
 
-def quick(**placement: Any) -> RayEngine:
-    """An engine whose actor need not import torch."""
-    return RayEngine(
-        "receiving_engine:ReceivingEngine", {}, RayPlacement(**WITH_TESTS, **placement), start_timeout_s=600
-    )
+def proxy(host: str, factory: str, arguments: dict[str, Any], **placement: Any) -> EngineProxy:
+    if host == "process":
+        return ProcessEngine(factory, arguments)
+    return RayEngine(factory, arguments, RayPlacement(**placement), start_timeout_s=6000)
+
+
+def quick(host: str) -> EngineProxy:
+    """An engine whose process need not import torch."""
+    return proxy(host, "receiving_engine:ReceivingEngine", {}, **WITH_TESTS)
 
 
 async def publish(
@@ -213,9 +214,14 @@ async def publish(
     assert engine.policy_version == version
 
 
+@pytest.fixture(scope="module", params=["process", "ray"])
+def host(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(cluster: None, folder: str, transport: SharedMemoryTransport) -> AsyncIterator[RayEngine]:
-    engine = hosted(folder, resources={FAR: 1})
+async def shared(cluster: None, host: str, folder: str, transport: SharedMemoryTransport) -> AsyncIterator[EngineProxy]:
+    engine = proxy(host, EMBEDDED, {"model_path": folder, **SIZES}, resources={FAR: 1})
     await engine.start()
     assert engine.policy_version == -1
     await publish(engine, folder, transport, 0)
@@ -224,7 +230,7 @@ async def shared(cluster: None, folder: str, transport: SharedMemoryTransport) -
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(shared: RayEngine) -> AsyncIterator[RayEngine]:
+async def engine(shared: EngineProxy) -> AsyncIterator[EngineProxy]:
     """The module's engine; each test leaves it as it found it."""
     yield shared
     health = await shared.health()
@@ -239,7 +245,7 @@ def request(*prompts: list[int], **params: object) -> InferenceEngineInput:
 
 @on_the_modules_loop
 async def test_it_answers_as_the_engine_itself_does(
-    engine: RayEngine, folder: str, transport: SharedMemoryTransport
+    engine: EngineProxy, folder: str, transport: SharedMemoryTransport
 ) -> None:
     direct = EmbeddedEngine(folder, **SIZES)
     await direct.start()
@@ -259,7 +265,7 @@ async def test_it_answers_as_the_engine_itself_does(
 
 
 @on_the_modules_loop
-async def test_a_stream_has_the_tokens_of_the_whole_answer(engine: RayEngine) -> None:
+async def test_a_stream_has_the_tokens_of_the_whole_answer(engine: EngineProxy) -> None:
     chunks = [chunk async for chunk in engine.stream(request(max_tokens=30, seed=4))]
     whole = await engine.generate(request(max_tokens=30, seed=4))
     assert [token for chunk in chunks for token in chunk.token_ids] == whole["response_ids"][0]
@@ -268,7 +274,7 @@ async def test_a_stream_has_the_tokens_of_the_whole_answer(engine: RayEngine) ->
 
 
 @on_the_modules_loop
-async def test_a_bad_request_fails_its_own_call_with_the_engines_own_error(engine: RayEngine) -> None:
+async def test_a_bad_request_fails_its_own_call_with_the_engines_own_error(engine: EngineProxy) -> None:
     good = asyncio.create_task(engine.generate(request(max_tokens=30)))
     with pytest.raises(RequestError, match="vocabulary"):
         await engine.generate(request([3], [10_000], max_tokens=LONG))
@@ -284,7 +290,7 @@ async def test_a_bad_request_fails_its_own_call_with_the_engines_own_error(engin
 
 
 @on_the_modules_loop
-async def test_cancelling_a_call_aborts_its_requests_in_the_engine(engine: RayEngine) -> None:
+async def test_cancelling_a_call_aborts_its_requests_in_the_engine(engine: EngineProxy) -> None:
     await engine.pause(PauseMode.KEEP)
     call = asyncio.create_task(engine.generate(request([3], [4], max_tokens=LONG)))
     await asyncio.sleep(0)
@@ -297,7 +303,7 @@ async def test_cancelling_a_call_aborts_its_requests_in_the_engine(engine: RayEn
 
 
 @on_the_modules_loop
-async def test_closing_a_stream_aborts_its_request_in_the_engine(engine: RayEngine) -> None:
+async def test_closing_a_stream_aborts_its_request_in_the_engine(engine: EngineProxy) -> None:
     stream = engine.stream(request(max_tokens=LONG))
     await anext(stream)
     await stream.aclose()
@@ -306,7 +312,7 @@ async def test_closing_a_stream_aborts_its_request_in_the_engine(engine: RayEngi
 
 
 @on_the_modules_loop
-async def test_abort_generation_returns_the_partial_tokens(engine: RayEngine) -> None:
+async def test_abort_generation_returns_the_partial_tokens(engine: EngineProxy) -> None:
     stream = engine.stream(request(max_tokens=LONG))
     first = await anext(stream)
     call = asyncio.create_task(engine.generate(request(max_tokens=LONG)))
@@ -319,7 +325,7 @@ async def test_abort_generation_returns_the_partial_tokens(engine: RayEngine) ->
 
 
 @on_the_modules_loop
-async def test_many_streams_at_once_all_arrive_whole(engine: RayEngine) -> None:
+async def test_many_streams_at_once_all_arrive_whole(engine: EngineProxy) -> None:
     async def lengths(seed: int) -> int:
         return sum([len(chunk.token_ids) async for chunk in engine.stream(request(max_tokens=40, seed=seed))])
 
@@ -328,7 +334,7 @@ async def test_many_streams_at_once_all_arrive_whole(engine: RayEngine) -> None:
 
 @on_the_modules_loop
 async def test_an_in_flight_update_through_the_client_has_exact_versions(
-    engine: RayEngine, folder: str, transport: SharedMemoryTransport
+    engine: EngineProxy, folder: str, transport: SharedMemoryTransport
 ) -> None:
     client = InferenceEngineClient([engine], load_tokenizer(folder))
     model = load_model(folder, "float32", "cpu")
@@ -349,8 +355,8 @@ async def test_an_in_flight_update_through_the_client_has_exact_versions(
 
 
 @on_the_modules_loop
-async def test_an_engine_on_another_node_receives_the_trainers_broadcast(
-    engine: RayEngine, folder: str, trainer_elsewhere: None
+async def test_an_engine_elsewhere_receives_the_trainers_broadcast(
+    engine: EngineProxy, folder: str, trainer_elsewhere: None
 ) -> None:
     with closing(GlooTransport(verify=True, bucket_bytes=10_000)) as transport:
         for _ in range(2):
@@ -364,10 +370,10 @@ async def test_an_engine_on_another_node_receives_the_trainers_broadcast(
 
 
 @on_the_modules_loop
-async def test_an_actor_that_is_killed_fails_all_calls_at_once_and_can_be_started_again(
-    cluster: None, folder: str, transport: SharedMemoryTransport
+async def test_a_host_that_is_killed_fails_all_calls_at_once_and_can_be_started_again(
+    cluster: None, host: str, folder: str, transport: SharedMemoryTransport
 ) -> None:
-    engine = quick()
+    engine = quick(host)
     await engine.start()
     await publish(engine, folder, transport, 0)
     await engine.pause(PauseMode.KEEP)
@@ -376,12 +382,12 @@ async def test_an_actor_that_is_killed_fails_all_calls_at_once_and_can_be_starte
     await engine.health()
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="actor"):
+    with pytest.raises(EngineDeadError, match=r"process .*ended"):
         await calls[0]
     await settle()
     assert all(call.done() for call in calls), "the end is noticed once, for all of them"
     for call in calls[1:]:
-        with pytest.raises(EngineDeadError, match="actor"):
+        with pytest.raises(EngineDeadError, match=r"process .*ended"):
             await call
     for later in (engine.generate(request()), engine.pause(PauseMode.KEEP), engine.resume()):
         with pytest.raises(EngineDeadError):
@@ -394,8 +400,8 @@ async def test_an_actor_that_is_killed_fails_all_calls_at_once_and_can_be_starte
 
 
 @on_the_modules_loop
-async def test_teardown_ends_the_actor_and_fails_pending_calls(cluster: None) -> None:
-    engine = quick()
+async def test_teardown_ends_the_host_and_fails_pending_calls(cluster: None, host: str) -> None:
+    engine = quick(host)
     with pytest.raises(EngineDeadError, match=r"start\(\)"):
         await engine.generate(request())
     await engine.teardown()
@@ -415,11 +421,15 @@ async def test_teardown_ends_the_actor_and_fails_pending_calls(cluster: None) ->
 
 
 @on_the_modules_loop
-async def test_a_start_that_fails_says_why(cluster: None) -> None:
+async def test_a_start_that_fails_says_why(cluster: None, host: str) -> None:
     with pytest.raises(EngineError, match="no such model"):
-        await RayEngine("receiving_engine:refusing", {"message": "no such model"}, RayPlacement(**WITH_TESTS)).start()
+        await proxy(host, "receiving_engine:refusing", {"message": "no such model"}, **WITH_TESTS).start()
     with pytest.raises(ConfigError, match="cannot be imported"):
-        await RayEngine("nowhere:Engine", {}).start()
+        await proxy(host, "nowhere:Engine", {}).start()
+
+
+@on_the_modules_loop
+async def test_a_start_without_resources_names_what_is_free(cluster: None) -> None:
     with pytest.raises(EngineDeadError, match=r"num_gpus=1.*free in the cluster"):
         await RayEngine(EMBEDDED, {}, RayPlacement(num_gpus=1), start_timeout_s=0.5).start()
 
@@ -431,10 +441,31 @@ async def test_the_actor_has_the_environment_that_was_asked_for(cluster: None) -
         await RayEngine("os:getenv", {"key": "SKYRL_TEST"}, placement).start()
 
 
+@on_the_modules_loop
+async def test_teardown_lets_the_engine_clean_up_and_ends_one_that_hangs(tmp_path: Path) -> None:
+    file = tmp_path / "cleaned up"
+    for hangs, limit_s in ((False, 600.0), (True, 0.1)):
+        engine = ProcessEngine("receiving_engine:Leaving", {"file": str(file), "hangs": hangs}, stop_timeout_s=limit_s)
+        await engine.start()
+        watch = os.pidfd_open(engine.pid or 0)
+        await engine.teardown()
+        assert file.exists()
+        await _ended(watch)
+        os.close(watch)
+
+
+@on_the_modules_loop
+async def test_all_output_of_a_process_is_in_its_log(tmp_path: Path) -> None:
+    engine = ProcessEngine("receiving_engine:Talking", {}, log_file=str(tmp_path / "engine-0.log"))
+    await engine.start()
+    await engine.teardown()
+    assert (tmp_path / "engine-0.log").read_text().splitlines() == ["in Python", "beneath Python"]
+
+
 @pytest.mark.last_in_its_file
 @on_the_modules_loop
-async def test_a_request_of_a_killed_actor_continues_elsewhere_token_for_token(
-    shared: RayEngine, folder: str, transport: SharedMemoryTransport
+async def test_a_request_of_a_killed_host_continues_elsewhere_token_for_token(
+    shared: EngineProxy, folder: str, transport: SharedMemoryTransport
 ) -> None:
     """It ends the shared engine."""
     other = EmbeddedEngine(folder, **SIZES)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.entrypoints.command_line import main
+from skyrl_train.inference.engines.vllm import VLLMEngine
 from skyrl_train.inference.engines.vllm import engine as vllm_engine
 from skyrl_train.inference.engines.vllm.adapter import AsyncLLMAdapter
 from skyrl_train.inference.engines.vllm.arguments import capabilities
@@ -43,6 +44,10 @@ def test_each_kind_of_vllms_memory_wakes_once_a_turn(tmp_path: Path, monkeypatch
         calls.append(f"load {version}")
         return await load(link, version)
 
+    # In this process, which looks into it.
+    monkeypatch.setattr(
+        "skyrl_train.build.engines.ProcessEngine", lambda factory, arguments, log_file: VLLMEngine(**arguments)
+    )
     monkeypatch.setattr(vllm_engine, "capabilities", able)
     monkeypatch.setattr(AsyncLLMAdapter, "sleep", sleep)
     monkeypatch.setattr(AsyncLLMAdapter, "wake_up", wake_up)

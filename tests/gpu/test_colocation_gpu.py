@@ -115,6 +115,10 @@ def save_model(folder: Path, alphabet: str) -> None:
 async def test_vllm_and_the_trainer_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm", reason="needs the extra vllm")
     monkeypatch.setattr(arguments, "WORKER_EXTENSION", EXTENSION)
+    # In this process, which looks into it.
+    monkeypatch.setattr(
+        "skyrl_train.build.engines.ProcessEngine", lambda factory, arguments, log_file: VLLMEngine(**arguments)
+    )
     await asyncio.to_thread(save_model, tmp_path / "model", "0123456789=abcdef")
     gc.collect()
     torch.cuda.empty_cache()
