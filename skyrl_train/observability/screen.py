@@ -271,7 +271,7 @@ class RunPanel:
 
     def _trainer(self, report: StepReport) -> Text:
         """Draw what the trainer did during the step: a bar, and the share of each activity beside its mark."""
-        activities = (("train", report.train), ("wait", report.wait_for_batch), ("weight sync", report.weight_sync))
+        activities = (("train", report.train), ("wait", report.wait_for_batch), ("sync", report.weight_sync))
         styles = ("green", "dim", "cyan")
         shown = list(zip(MARKS[self._levels], styles, activities, strict=True))
         bar = [(mark * round(TRAINER_WIDTH * share), style) for mark, style, (_, share) in shown]

@@ -121,7 +121,7 @@ FACTS = (
     "step 2",
 )
 PANEL_FACTS = (
-    "█ train 80% ░ wait 5% ▒ weight sync 10%",
+    "█ train 80% ░ wait 5% ▒ sync 10%",
     "678 tokens/s",
     "12.3k tokens/s, 10 running, 3 waiting, KV cache 71%, slots idle 12%",
 )
