@@ -45,12 +45,12 @@ class ClusterNeeds:
 
     Attributes:
         local_gpus: GPUs of the command's machine for processes that Ray does not know of.
-        local_engines: engines in processes of that machine.
+        engine_processes: of engines on that machine.
         actors: in Ray; empty: the run does not use Ray.
     """
 
     local_gpus: int
-    local_engines: int
+    engine_processes: int
     actors: tuple[RayActors, ...]
 
     @property
@@ -64,7 +64,7 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
     trainer, rollout, engine = config.trainer, config.rollout, config.generator.inference_engine
     evaluation_engines = derive.num_evaluation_engines(config)
     engines = engine.num_engines + evaluation_engines
-    actors, devices, local_engines = [], [], 0
+    actors, devices, engine_processes = [], [], 0
     trained = [(POLICY_RANKS, trainer)]
     if derive.needs_critic(trainer.algorithm) and not derive.critic_is_colocated(trainer):
         trained.append((CRITIC_RANKS, derive.critic_trainer(trainer)))
@@ -93,7 +93,9 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
         cpus, gpus = (0.0, 0.0) if shared else (engine.ray_num_cpus, derive.engine_ray_num_gpus(engine))
         actors.append(RayActors(ENGINES, engines, cpus, gpus))
     elif engine.backend != "vllm_remote":
-        local_engines = engines
+        engine_processes = engines * (
+            2 if engine.backend == "vllm" else 1
+        )  # its front end, and its scheduler with the model
         if engine.backend == "embedded" or engine.device == "cpu":
             devices.append(engine.device)
         else:
@@ -105,7 +107,7 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
         number = rollout.num_actors * (2 if evaluation_engines else 1)
         actors.append(RayActors("rollout actors", number, rollout.ray_num_cpus, 0.0))
     indices = [int(device.partition(":")[2] or 0) for device in devices if device != "cpu"]
-    return ClusterNeeds(max(indices, default=-1) + 1, local_engines, tuple(actors))
+    return ClusterNeeds(max(indices, default=-1) + 1, engine_processes, tuple(actors))
 
 
 def nodes_for(needs: ClusterNeeds, gpus_per_node: int) -> int:
@@ -135,7 +137,7 @@ def node_cpus(needs: ClusterNeeds, nodes: int, gpus_per_node: int) -> int:
     without = [each for each in needs.actors if not each.gpus]
     share = sum(each.number * each.cpus for each in without) / nodes
     reserved = max(on_gpus, default=0.0) + max([share, *(each.cpus for each in without)])
-    return math.ceil(reserved) + _COMMAND_CPUS + needs.local_engines
+    return math.ceil(reserved) + _COMMAND_CPUS + needs.engine_processes
 
 
 def node_memory(config: RunConfig, needs: ClusterNeeds, memory: MemoryEstimate | None, nodes: int) -> int:
@@ -144,7 +146,7 @@ def node_memory(config: RunConfig, needs: ClusterNeeds, memory: MemoryEstimate |
     Rank 0 holds the whole model in float32 while it loads. Snapshots, and the weights on their way to the engines, are in main
     memory; so is all training on the CPU.
     """
-    processes = 1 + needs.local_engines + math.ceil(sum(each.number for each in needs.actors) / nodes)
+    processes = 1 + needs.engine_processes + math.ceil(sum(each.number for each in needs.actors) / nodes)
     other = _SPARE_BYTES + processes * _PROCESS_BYTES
     if memory is None:
         return other + _UNKNOWN_BYTES

@@ -455,7 +455,7 @@ def _engine_gpus(config: RunConfig) -> Errors:
     engine = config.generator.inference_engine
     if "CUDA_VISIBLE_DEVICES" in engine.environment:
         yield (
-            f"{ENGINE}.environment.CUDA_VISIBLE_DEVICES: the trainer would have it too while an engine starts. Name the GPUs in "
+            f"{ENGINE}.environment.CUDA_VISIBLE_DEVICES: engines count GPUs from 0 of the whole machine. Name the GPUs in "
             f"{ENGINE}.devices; with executor=ray, Ray chooses them."
         )
     if engine.device not in ("cpu", "cuda"):

@@ -130,7 +130,7 @@ def _engines(
 ) -> list[InferenceEngineInterface]:
     """Return engines of the model; each has another seed."""
     from skyrl_train.inference.engines.embedded import EmbeddedEngine
-    from skyrl_train.inference.engines.vllm import VLLMEngine
+    from skyrl_train.inference.engines.proxy import ProcessEngine
     from skyrl_train.models.folder import load_config
     from skyrl_train.runtime.seeds import derive_seed
 
@@ -147,5 +147,6 @@ def _engines(
         if backend == "embedded":
             engines.append(EmbeddedEngine(model_path, device=device, **shared))
         else:
-            engines.append(VLLMEngine(model_path, load_format="dummy", **shared))
+            arguments = {"model_path": model_path, "load_format": "dummy", **shared}
+            engines.append(ProcessEngine("skyrl_train.inference.engines.vllm:VLLMEngine", arguments))
     return engines

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -32,6 +33,8 @@ from skyrl_train.runtime.process import gc_paused
 from skyrl_train.workers.connection import OnGone, OnMessages, Peer, WorkerLink
 from skyrl_train.workers.host import Hosted, join_items
 from skyrl_train.workers.messages import Message
+
+logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 8
 EXIT_LIMIT_S = 1.0  # time between a process closing its socket and its end
@@ -118,9 +121,16 @@ class ChildProcess:
             return self._process.returncode
 
     def stop(self) -> None:
-        """End the process and wait for it. Idempotent."""
+        """End the process, with those that it has started, and wait for it. Idempotent."""
         self.connection.close()
-        self._process.kill()  # it has nothing to save, and may be in the middle of something long
+        with self._waiting:
+            # It has nothing to save, and may be in the middle of something long. Until its code is collected, its number is
+            # nobody else's.
+            if isinstance(self._process, BaseProcess):
+                self._process.kill()
+            elif self._process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
         self.wait()
 
 
@@ -129,15 +139,18 @@ def _threads(number: int | None) -> dict[str, str]:
 
 
 def serve_parent(connection: socket.socket, target: str) -> None:
-    """In the child: call ``target`` with the channel to the parent. The process ends at once when the parent's end is closed."""
+    """In the child: call ``target`` with the channel to the parent. The process ends at once, with those that it has started, if
+    the parent ends or closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes the socket in its own time
 
     def end_with_parent() -> None:
-        # The kernel also closes the parent's end when the parent is killed.
-        hang_up = select.poll()
-        hang_up.register(connection, 0)  # no event but the hang-up, which is always reported
-        hang_up.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
+        # The kernel also closes the parent's end when the parent is killed, unless the parent has forks that hold it open.
+        end = select.poll()
+        end.register(connection, 0)  # no event but the hang-up, which is always reported
+        if hasattr(os, "pidfd_open"):  # Linux
+            end.register(os.pidfd_open(os.getppid()), select.POLLIN)
+        end.poll()
+        os.killpg(0, signal.SIGKILL)  # its own group: it leads a session
 
     threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     with suppress(EOFError):
@@ -189,6 +202,7 @@ class ProcessLink(WorkerLink):
         self._stop_timeout_s = stop_timeout_s
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Lock()  # a second stop waits for the first
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
         if self.child is None:
@@ -205,6 +219,9 @@ class ProcessLink(WorkerLink):
             except (asyncio.IncompleteReadError, OSError):
                 code = await asyncio.to_thread(child.wait, EXIT_LIMIT_S)
                 on_gone(f"its process ended with exit code {code}")  # negative: a signal; None: it runs
+            except Exception as error:  # nobody listens to it any more, as if it were dead
+                logger.exception("messages of a process cannot be read")
+                on_gone(f"its messages cannot be read: {error!r}")
 
         self._reading = asyncio.create_task(read(), name="worker-reader")
 
@@ -213,17 +230,22 @@ class ProcessLink(WorkerLink):
             self._writer.write(encode(messages))
 
     async def stop(self, graceful: bool) -> None:
-        if graceful and self._stop_timeout_s and self.child is not None and self._writer is not None:
-            with suppress(OSError):  # it has just ended
-                self._writer.write_eof()
-            await asyncio.to_thread(self.child.wait, self._stop_timeout_s)
-        if self._writer is not None:
-            self._writer.close()
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
-        if self.child is not None:
-            await asyncio.to_thread(self.child.stop)
+        async with self._stopping:
+            try:
+                if graceful and self._stop_timeout_s and self.child is not None and self._writer is not None:
+                    with suppress(OSError):  # it has just ended
+                        self._writer.write_eof()
+                    if await asyncio.to_thread(self.child.wait, self._stop_timeout_s) is None:
+                        limit_s = self._stop_timeout_s
+                        logger.warning("process %d has not ended within %g s and is killed", self.child.pid, limit_s)
+            finally:
+                if self._writer is not None:
+                    self._writer.close()
+                if self._reading is not None:
+                    self._reading.cancel()
+                    await asyncio.gather(self._reading, return_exceptions=True)
+                if self.child is not None:
+                    await asyncio.to_thread(self.child.stop)
 
 
 class SocketChannel:

@@ -53,6 +53,19 @@ class Leaving(ReceivingEngine):
             await asyncio.Event().wait()
 
 
+class Importing(ReceivingEngine):
+    """Starts a process, writes its number to a pipe, and never gets ready."""
+
+    def __init__(self, pipe: str) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    async def start(self) -> None:
+        process = await asyncio.create_subprocess_exec("sleep", "infinity")
+        await asyncio.to_thread(Path(self._pipe).write_text, str(process.pid))
+        await process.wait()
+
+
 class Talking(ReceivingEngine):
     """Prints, and writes to the descriptor of standard error."""
 

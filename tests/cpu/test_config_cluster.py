@@ -18,14 +18,14 @@ KL = "trainer.algorithm.kl_loss_coef=0.1"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "local_gpus", "local_engines", "actors"),
+    ("overrides", "local_gpus", "engine_processes", "actors"),
     [
         ([], 0, 1, {}),
         (["trainer.device=cuda"], 1, 1, {}),
         (["trainer.device=cuda", GAE, "trainer.critic.device=cuda:2"], 3, 1, {}),
         (["trainer.device=cuda", KL, "rollout.stages.reference.device=cuda:1"], 2, 1, {}),
-        (["trainer.device=cuda", VLLM % "process"], 16, 4, {}),
-        ([VLLM % "process", "trainer.eval={interval: 5, num_engines: 1}"], 20, 5, {}),
+        (["trainer.device=cuda", VLLM % "process"], 16, 8, {}),
+        ([VLLM % "process", "trainer.eval={interval: 5, num_engines: 1}"], 20, 10, {}),
         ([*FSDP, VLLM % "ray"], 0, 0, {RANKS: (16, 1), "engines": (4, 4)}),
         ([*FSDP, GAE, "trainer.critic.fsdp.num_workers=3"], 0, 1, {RANKS: (16, 1), "ranks of the critic": (3, 1)}),
         ([*FSDP, GAE, "trainer.critic.placement=colocated"], 0, 1, {RANKS: (16, 1)}),
@@ -36,11 +36,11 @@ KL = "trainer.algorithm.kl_loss_coef=0.1"
     ],
 )  # fmt: skip
 def test_each_part_of_a_run_needs_its_processors(
-    overrides: list[str], local_gpus: int, local_engines: int, actors: dict[str, tuple[int, float]]
+    overrides: list[str], local_gpus: int, engine_processes: int, actors: dict[str, tuple[int, float]]
 ) -> None:
     needs = cluster_needs(compose("quickstart", overrides))
     assert {each.role: (each.number, each.gpus) for each in needs.actors} == actors
-    assert (needs.local_gpus, needs.local_engines) == (local_gpus, local_engines)
+    assert (needs.local_gpus, needs.engine_processes) == (local_gpus, engine_processes)
     assert needs.ray_gpus == sum(number * gpus for number, gpus in actors.values())
 
 

@@ -7,6 +7,7 @@ import html
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -226,7 +227,7 @@ def test_a_run_without_a_recipe_is_called_after_what_is_given(tmp_path: Path, mo
     assert name(model="Qwen/Qwen3-0.6B") == "Qwen3-0.6B"
     assert name() == name(trainer_cls=skyrl_train.PPOTrainer) == "quickstart"
     for file, its_name in (("/somewhere/my task.py", "my_task"), ("/somewhere/tasks/__main__.py", "tasks")):
-        monkeypatch.setattr("__main__.__file__", file)
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
         assert name(dataset=ROWS) == its_name
 
 

@@ -109,3 +109,19 @@ print(second.pid, third.pid, flush=True)
         assert len(others) == 2
         parent.kill()
     has_ended(others)
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_child_ends_with_its_parent_though_a_fork_of_it_holds_the_connection_open(fork: bool) -> None:
+    body = f"""
+import multiprocessing, signal
+started, _ = child({fork})
+holder = multiprocessing.get_context("fork").Process(target=signal.pause)
+holder.start()
+print(started.pid, holder.pid, flush=True)
+"""
+    with program(body) as parent:
+        child, holder = map(int, line_of(parent.stdout).split())
+        parent.kill()
+        has_ended([child])
+        os.kill(holder, signal.SIGKILL)

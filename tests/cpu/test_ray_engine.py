@@ -455,6 +455,20 @@ async def test_teardown_lets_the_engine_clean_up_and_ends_one_that_hangs(tmp_pat
 
 
 @on_the_modules_loop
+async def test_a_start_that_is_cancelled_leaves_no_process_behind(tmp_path: Path) -> None:
+    """As when the user interrupts while vLLM's process still imports."""
+    pipe = tmp_path / "pid"
+    os.mkfifo(pipe)
+    start = asyncio.create_task(ProcessEngine("receiving_engine:Importing", {"pipe": str(pipe)}).start())
+    watch = os.pidfd_open(int(await asyncio.to_thread(pipe.read_text)))
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await _ended(watch)
+    os.close(watch)
+
+
+@on_the_modules_loop
 async def test_all_output_of_a_process_is_in_its_log(tmp_path: Path) -> None:
     engine = ProcessEngine("receiving_engine:Talking", {}, log_file=str(tmp_path / "engine-0.log"))
     await engine.start()

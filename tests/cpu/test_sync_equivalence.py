@@ -60,6 +60,7 @@ def train(
             "tokens_per_second",
             "async/idle_fraction",
             "async/in_flight",
+            "oldest_in_flight",
             "async/submitted",
             "generated_tokens",
         )

@@ -24,7 +24,7 @@ from skyrl_train.inference.interface import (
     InferenceEngineOutput,
     TokenChunk,
 )
-from skyrl_train.runtime.process import write_output_to
+from skyrl_train.runtime.process import gc_paused, write_output_to
 from skyrl_train.workers.connection import WorkerLink
 from skyrl_train.workers.host import Hosted
 from skyrl_train.workers.process import ProcessLink, SocketChannel, serve_hosted
@@ -117,7 +117,7 @@ class ProcessEngine(EngineProxy):
         arguments: Mapping[str, Any],
         *,
         log_file: str | None = None,
-        stop_timeout_s: float = 30.0,
+        stop_timeout_s: float = 90.0,
     ) -> None:
         super().__init__(factory, arguments, f"The engine {factory.rpartition(':')[2]} in its process")
         self._log_file = log_file
@@ -150,8 +150,9 @@ class EngineHost(Hosted):
         """Build and start the engine ``factory(**arguments)``; all output of this process goes to ``log_file``, if given."""
         if log_file is not None:
             write_output_to(Path(log_file))
-        engine = import_name(factory, "factory")(**arguments)
-        await engine.start()
+        with gc_paused():  # there is no garbage, and collections walk through all that is imported
+            engine = import_name(factory, "factory")(**arguments)
+            await engine.start()
         self._engine = engine
         return StartedEngine(engine.capabilities, engine.policy_version, os.getpid())
 

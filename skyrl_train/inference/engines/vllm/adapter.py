@@ -88,7 +88,7 @@ def start_async_llm(settings: VLLMSettings) -> Any:
         try:
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (RuntimeError, OSError, ValueError) as error:
-            place = "above" if settings.log_file is None else f"above and in {settings.log_file}"
+            place = "above" if settings.log_file is None else f"in {settings.log_file}"
             raise EngineDeadError(f"vLLM did not start: {error}. Its own messages are {place}.") from error
 
 
@@ -398,8 +398,8 @@ def completion_chunk(in_flight: InFlightRequest, completion: Any, cached_tokens:
     reason = completion.finish_reason
     if reason is not None and reason not in STOP_REASONS:
         if in_flight.request.params.structured is not None:
-            raise GrammarError("vLLM cannot follow the grammar; look above for its own message.")
-        raise EngineError(f"vLLM ended a request with {reason!r}; look above for its own message.")
+            raise GrammarError("vLLM cannot follow the grammar; its log has the reason.")
+        raise EngineError(f"vLLM ended a request with {reason!r}; its log has the reason.")
     token_ids = list(completion.token_ids)
     # vLLM 0.26 ends an aborted stream with no token and, once more, all log-probs, which follow the log-probs of `token_ids`.
     at_string = isinstance(completion.stop_reason, str)
