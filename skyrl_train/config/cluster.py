@@ -93,9 +93,8 @@ def cluster_needs(config: RunConfig) -> ClusterNeeds:
         cpus, gpus = (0.0, 0.0) if shared else (engine.ray_num_cpus, derive.engine_ray_num_gpus(engine))
         actors.append(RayActors(ENGINES, engines, cpus, gpus))
     elif engine.backend != "vllm_remote":
-        engine_processes = engines * (
-            2 if engine.backend == "vllm" else 1
-        )  # its front end, and its scheduler with the model
+        # vLLM has a front end, and a scheduler with the model.
+        engine_processes = engines * (2 if engine.backend == "vllm" else 1)
         if engine.backend == "embedded" or engine.device == "cpu":
             devices.append(engine.device)
         else:

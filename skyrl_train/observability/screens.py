@@ -30,7 +30,7 @@ SCREENS = ("run", "timeline", "samples", "failures", "settings", "log")
 LABEL = 8  # characters before a lane
 STEPS, MAX_LANES = 3, 60  # of the timeline
 LOG_LINES = 500
-LATEST_S = 20.0  # after a drawing, the next one
+LATEST_S = 20.0  # longest time between two drawings of a screen that changes
 READING = "Reading ..."
 SAMPLE_COLUMNS = (  # beside the step
     ("group_index", "group"), ("sample", "sample"), ("reward", "reward"), ("lag", "lag"), ("stop_reason", "end"),
@@ -135,7 +135,7 @@ class RunScreens(App[None]):
             self._look_again = True
             return
         self._reading, self._look_again = True, False
-        if self._began is not None:  # textual renders behind our back, so what a drawing has cost is known only now
+        if self._began is not None:  # textual renders after _draw(), so the cost of a drawing is known only now
             at, cpu_s = self._began
             cost_s = time.process_time() - cpu_s
             self._draw_at, self._began = at + min(LATEST_S, cost_s / self._share), None

@@ -124,13 +124,14 @@ class ChildProcess:
         """End the process, with those that it has started, and wait for it. Idempotent."""
         self.connection.close()
         with self._waiting:
-            # It has nothing to save, and may be in the middle of something long. Until its code is collected, its number is
-            # nobody else's.
-            if isinstance(self._process, BaseProcess):
-                self._process.kill()
-            elif self._process.returncode is None:
-                with suppress(ProcessLookupError):
+            # It has nothing to save, and may be in the middle of something long. Its id is not used again before wait().
+            process = self._process
+            runs = process.is_alive() if isinstance(process, BaseProcess) else process.poll() is None
+            if runs:
+                try:
                     os.killpg(self.pid, signal.SIGKILL)
+                except ProcessLookupError:  # a fork that does not lead its session yet
+                    process.kill()
         self.wait()
 
 
@@ -148,7 +149,8 @@ def serve_parent(connection: socket.socket, target: str) -> None:
         end = select.poll()
         end.register(connection, 0)  # no event but the hang-up, which is always reported
         if hasattr(os, "pidfd_open"):  # Linux
-            end.register(os.pidfd_open(os.getppid()), select.POLLIN)
+            with suppress(OSError):  # an old kernel; the hang-up is enough for all but such forks
+                end.register(os.pidfd_open(os.getppid()), select.POLLIN)
         end.poll()
         os.killpg(0, signal.SIGKILL)  # its own group: it leads a session
 
