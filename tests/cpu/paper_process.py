@@ -17,7 +17,8 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,17 @@ HERE = Path(__file__).parent
 class PaperProcess:
     """Runs module-level functions; arguments and results are pickled."""
 
-    def __init__(self) -> None:
-        library, paths = build_device(), os.pathsep.join([str(HERE), str(HERE.parent.parent)])
-        command = [real_python(), str(HERE / "paper_process.py"), library]
-        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    def __init__(self, calls: int, answers: int) -> None:
+        self._calls, self._answers = os.fdopen(calls, "wb"), os.fdopen(answers, "rb")
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Begin a call; :meth:`result` waits for it."""
-        assert self._process.stdin is not None
-        pickle.dump((function.__module__, function.__name__, arguments), self._process.stdin)
-        self._process.stdin.flush()
+        pickle.dump((function.__module__, function.__name__, arguments), self._calls)
+        self._calls.flush()
 
     def result(self) -> Any:
         """Return the result of the call that has begun."""
-        assert self._process.stdout is not None
-        failure, result = pickle.load(self._process.stdout)
+        failure, result = pickle.load(self._answers)
         assert not failure, failure
         return result
 
@@ -52,11 +48,29 @@ class PaperProcess:
         return self.result()
 
     def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
+        """Let the process end."""
+        self._calls.close()
+        self._answers.close()
+
+
+@contextmanager
+def paper_processes(number: int) -> Iterator[list[PaperProcess]]:
+    """Start so many, of which the first has imported everything before it forks the others."""
+    pipes = [(*os.pipe(), *os.pipe()) for _ in range(number)]
+    theirs = [descriptor for calls, _, _, answers in pipes for descriptor in (calls, answers)]
+    command = [real_python(), str(HERE / "paper_process.py"), build_device(), *map(str, theirs)]
+    paths = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(command, pass_fds=theirs, env=environment)
+    for descriptor in theirs:
+        os.close(descriptor)
+    processes = [PaperProcess(calls, answers) for _, calls, answers, _ in pipes]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.close()
+        started.wait()
 
 
 def load_device(library: str) -> None:
@@ -109,27 +123,43 @@ def real_python() -> str:
     return str(Path(sys.prefix) / "bin" / "python")
 
 
-def serve() -> None:
-    """Answer calls until the other end closes."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed does not disturb the answers
-    load_device(sys.argv[1])
+def serve(library: str, descriptors: Sequence[int]) -> None:
+    """Answer calls in one process for each pair of descriptors, until the other ends close."""
+    load_device(library)
     import torch
 
     # Wrapped tensors cannot be made in inference mode. Before the package is imported, which decorates functions with it.
     torch.inference_mode = lambda *_: torch.no_grad()  # type: ignore[assignment, misc]
+    importlib.import_module("paper_worlds")
+    own, *others = zip(descriptors[::2], descriptors[1::2], strict=True)
+    children = []
+    for number, pair in enumerate(others):
+        if (child := os.fork()) == 0:
+            for other in (own, *others[number + 1 :]):
+                [*map(os.close, other)]
+            answer(*pair)
+            os._exit(0)
+        children.append(child)
+        [*map(os.close, pair)]
+    answer(*own)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def answer(calls_from: int, answers_to: int) -> None:
+    calls, answers = os.fdopen(calls_from, "rb"), os.fdopen(answers_to, "wb")
     while True:
         try:
-            module, name, arguments = pickle.load(sys.stdin.buffer)
+            module, name, arguments = pickle.load(calls)
         except EOFError:
             return
         try:
-            answer = "", getattr(importlib.import_module(module), name)(*arguments)
+            result = "", getattr(importlib.import_module(module), name)(*arguments)
         except BaseException:  # told to the test
-            answer = traceback.format_exc(), None
-        pickle.dump(answer, answers)
+            result = traceback.format_exc(), None
+        pickle.dump(result, answers)
         answers.flush()
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1], [int(word) for word in sys.argv[2:]])

@@ -6,12 +6,11 @@ What the GPU is asked for, and how often the host waits for it, is a budget here
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import paper_worlds
 import pytest
-from paper_process import PaperProcess, obstacle
+from paper_process import PaperProcess, obstacle, paper_processes
 
 _OBSTACLE = obstacle()
 pytestmark = pytest.mark.skipif(_OBSTACLE is not None, reason=_OBSTACLE or "")
@@ -25,13 +24,20 @@ OF_OFFLOAD = "event.synchronize @ outside"  # torch's, for gradients that leave 
 FLOAT32, BFLOAT16 = 1e-5, 0.1
 
 
-def process() -> Iterator[PaperProcess]:
-    with closing(PaperProcess()) as started:
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[PaperProcess]]:
+    with paper_processes(2) as started:
         yield started
 
 
-paper = pytest.fixture(scope="module", name="paper")(process)
-second = pytest.fixture(scope="module", name="second")(process)
+@pytest.fixture(scope="module")
+def paper(processes: list[PaperProcess]) -> PaperProcess:
+    return processes[0]
+
+
+@pytest.fixture(scope="module")
+def second(processes: list[PaperProcess]) -> PaperProcess:
+    return processes[1]
 
 
 @pytest.mark.parametrize(

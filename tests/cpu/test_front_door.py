@@ -18,6 +18,7 @@ import numpy
 import pandas
 import pytest
 import torch
+from forks import ForkedProcess, Forks
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import skyrl_train
@@ -307,6 +308,7 @@ def test_a_stop_that_is_requested_ends_the_run_with_a_checkpoint_and_the_same_ca
     assert (result.path / "checkpoints" / "latest").exists()
 
 
+FORKING = "import forks, pytest; forks.Forks().install(pytest.MonkeyPatch())"
 NOTEBOOK = [
     """
 import skyrl_train
@@ -325,15 +327,23 @@ run = skyrl_train.train("quickstart", trainer_cls=Patient, overrides=settings, q
 
 
 def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own_and_the_notebook_of_the_examples(
-    tmp_path: Path,
+    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one kernel, which takes seconds to start."""
+    """In one kernel, which is forked from a process that has imported everything, as are its training processes."""
     import nbformat
     from nbclient import NotebookClient
 
+    def fork(command: list[str], env: dict[str, str], **_: Any) -> ForkedProcess:
+        process = forks.Popen([sys.executable, *command[1:]], env=env, cwd=tmp_path, start_new_session=True)
+        process.stdin = process.stderr = None
+        while os.getpgid(process.pid) != process.pid:
+            pass  # until it has a session of its own: Jupyter ends all processes of its group
+        return process
+
+    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", fork)
     assert len([line for line in NOTEBOOK[0].splitlines() if line.strip()]) <= 10
     settings = {**TINY, "trainer.runs_dir": str(tmp_path)}
-    cells = [nbformat.v4.new_code_cell(source) for source in (f"settings = {settings!r}", *NOTEBOOK)]
+    cells = [nbformat.v4.new_code_cell(source) for source in (FORKING, f"settings = {settings!r}", *NOTEBOOK)]
     example = nbformat.read(Path(__file__).parents[2] / "examples" / "async" / "notebook.ipynb", as_version=4)
     shortened = [cell for cell in example.cells if cell.cell_type == "code"]
     shortened[0].source += f"\nsettings |= { ({**settings, 'trainer.max_steps': 1})!r}"

@@ -6,15 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+from vllm_forks import fork_child
 
 from skyrl_train.config.compose import compose
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.command_line import main
+from skyrl_train.workers.process import ChildProcess
 from tests.runs_with_vllm import PLACES, overrides, train
 
 
 @pytest.mark.usefixtures("vllm_forks")
-def test_the_quickstart_trains_with_vllm_and_updates_its_weights_in_flight(tmp_path: Path) -> None:
+def test_the_quickstart_trains_with_vllm_and_updates_its_weights_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's process and the trainer's are forked, too."""
+    monkeypatch.setattr(ChildProcess, "_spawn", fork_child)
     folder = tmp_path / "run"
     settings = [
         "generator.inference_engine.backend=vllm",

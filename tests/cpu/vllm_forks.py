@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.inference.engines.vllm.arguments import environment
+from skyrl_train.workers.process import ChildProcess, serve_parent
 
 # What an engine process and a server import on their way. Not our own worker: it watches the process that started the engine.
 IMPORTED_FIRST = (
@@ -68,10 +70,28 @@ def fork_server_command(arguments: Sequence[str], variables: Mapping[str, str], 
     return process
 
 
+def fork_child(_: ChildProcess, theirs: socket.socket, target: str, num_threads: int | None) -> BaseProcess:
+    """Stands for ``ChildProcess._spawn``: the child has imported vLLM, and so have those that vLLM starts there."""
+    process = VLLMForks().Process(target=_host, kwargs={"connection": theirs, "target": target, "threads": num_threads})
+    process.start()
+    return process
+
+
 def _call(variables: Mapping[str, str], target: Callable[..., None], /, **arguments: Any) -> None:
     os.environ.clear()
     os.environ.update(variables)
     target(**arguments)
+
+
+def _host(connection: socket.socket, target: str, threads: int | None) -> None:
+    import vllm.v1.engine.utils
+
+    os.setsid()
+    os.environ["OMP_NUM_THREADS"] = str(threads or 1)
+    # Its own children come from the server that it comes from, which runs as long as the tests.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    vllm.v1.engine.utils.get_mp_context = VLLMForks
+    serve_parent(connection, target)
 
 
 def _serve(arguments: Sequence[str], variables: Mapping[str, str], log: Path) -> None:
