@@ -23,9 +23,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Property tests. By default the examples are the same in each run, so that only a change of the code or of a test makes one
-# fail. Run with -m slow, each property test tries new ones, and twice as many. An example has no deadline, because wall-clock
-# time says nothing on a shared machine.
-settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
+# fail. Run with -m slow, each property test tries new ones, and three times as many. An example has no deadline, because
+# wall-clock time says nothing on a shared machine.
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=30)
 # Where the variable CI is set, the profile that others inherit from derandomizes.
 settings.register_profile("new", deadline=None, derandomize=False, database=None, print_blob=True, max_examples=100)
 settings.load_profile("same")
@@ -109,8 +109,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # At the end of an interpreter, libraries complain about objects that are left. Forked processes end without.
+    if not hasattr(session.config, "workerinput"):
+        gc.unfreeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -86,16 +86,31 @@ IMPORTED_FIRST = (
     "requests",
     "uvloop",
     "wcwidth",
+    # What runs import when they need it: trackers, adapters, a server.
+    "peft",
+    "skyrl_train.build.checks",
+    "skyrl_train.endpoint.server.app",
+    "skyrl_train.one_step_off_trainer",
+    "skyrl_train.partial_rollout_trainer",
+    "skyrl_train.runtime.listening",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.tensorboard",
     # What writing samples imports.
     "pandas",
     "pyarrow.parquet",
     # What tests import, and skip where it is not installed.
     "agents",
     "anthropic",
+    "datasets",
     "hypothesis",
     "openai",
     "reasoning_gym",
+    "renderers",
     "schemathesis",
+    "schemathesis.pytest.plugin",
+    "skyrl_gym",
+    "textual.app",
+    "textual.widgets",
 )
 
 

@@ -12,6 +12,8 @@ SHARED = {
     "test_ray": "ray",
     "test_executors": "ray",
     "test_rollout_actors": "ray",
+    "test_reservation": "ray",
+    "test_colocation": "ray",
 }
 # These groups run first: one that came last would leave the other processes idle.
 LONGEST_FIRST = [*dict.fromkeys(SHARED.values()), "test_quickstart", "test_kill_and_resume", "test_examples"]

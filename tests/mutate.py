@@ -380,7 +380,9 @@ class Supervision:
 
             # The same examples for every mutant. It is enough that one fails: a smaller one is not worth its time here.
             phases = [Phase.explicit, Phase.generate]
-            settings.register_profile("mutants", deadline=None, derandomize=True, database=None, phases=phases)
+            settings.register_profile(
+                "mutants", deadline=None, derandomize=True, database=None, phases=phases, max_examples=50
+            )
             settings.load_profile("mutants")
 
     @pytest.hookimpl(wrapper=True)
