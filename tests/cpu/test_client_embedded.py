@@ -90,7 +90,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     world.transport.close()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize("schedule", [0, *(pytest.param(schedule, marks=pytest.mark.slow) for schedule in (1, 2))])
 async def test_any_schedule_of_updates_gives_the_uninterrupted_response(
     world: World, schedule: int, temperature: float, monkeypatch: pytest.MonkeyPatch
@@ -139,8 +139,8 @@ async def test_a_response_with_stop_strings_comes_in_large_pieces_and_ends_in_th
 @pytest.mark.parametrize(
     ("temperature", "structured", "adjustment"),
     [
-        (0.0, None, None),
-        (1.0, None, None),
+        pytest.param(0.0, None, None, marks=pytest.mark.slow),
+        pytest.param(1.0, None, None, marks=pytest.mark.slow),
         (1.0, StructuredOutput("regex", "[0-9]{2}([1-4]|78){60}"), None),  # no end is allowed before
         (1.0, None, LogitAdjustment(0.5, 0.4, 1.3, ((5, 1.0),))),
     ],

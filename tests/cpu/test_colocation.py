@@ -387,7 +387,13 @@ def outside(of: Any) -> list[bool]:
 
 @pytest.mark.usefixtures("one_compute_thread")
 @pytest.mark.parametrize(
-    "changes", [{}, {"policy__dtype": "bfloat16"}, {"policy__model__lora": LoraConfig(rank=2)}], ids=str
+    "changes",
+    [
+        {},
+        pytest.param({"policy__dtype": "bfloat16"}, marks=pytest.mark.slow),
+        {"policy__model__lora": LoraConfig(rank=2)},
+    ],
+    ids=str,
 )
 def test_training_state_that_has_moved_out_and_back_trains_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = build_small_model(tmp_path)
@@ -433,9 +439,9 @@ def test_a_checkpoint_is_written_and_read_while_the_state_is_out(tmp_path: Path)
     "changes",
     [
         {},
-        {"policy__dtype": "bfloat16"},
+        pytest.param({"policy__dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"policy__model__lora": LoraConfig(rank=2)},
-        {"fsdp__reshard_after_forward": False},
+        pytest.param({"fsdp__reshard_after_forward": False}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

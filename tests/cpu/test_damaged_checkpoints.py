@@ -87,7 +87,11 @@ def test_damage_of_any_file_leads_to_the_checkpoint_before(finished: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("policy/policy.safetensors", "overwrite"), ("rollout_state.json", "truncate")]
+    ("name", "how"),
+    [
+        ("policy/policy.safetensors", "overwrite"),
+        pytest.param("rollout_state.json", "truncate", marks=pytest.mark.slow),
+    ],
 )
 def test_the_run_ends_as_if_it_had_been_stopped_at_the_checkpoint_before(
     finished: tuple[str, Path], forked_runs: ForkedRuns, tmp_path: Path, name: str, how: str

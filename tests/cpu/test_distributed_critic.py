@@ -103,7 +103,11 @@ def test_steps_parts_refusals_and_a_checkpoint_as_on_one_rank(
 PLACES = [
     pytest.param({}, id="as it is", marks=pytest.mark.slow),
     pytest.param({"fsdp__sequence_parallel_size": 2}, id="with slices"),
-    pytest.param({"fsdp__shard_size": 1, "critic__fsdp__cpu_offload": True}, id="in copies and in main memory"),
+    pytest.param(
+        {"fsdp__shard_size": 1, "critic__fsdp__cpu_offload": True},
+        id="in copies and in main memory",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -648,7 +648,7 @@ def a_rank(folder: str, **changes: object) -> TrainingWorker:
     return one_rank(trainer, policy=ModelSettings(folder, trainer, 10, 1.0, 0))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("model_type", ["gpt2", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_tied_embeddings_and_other_layers_are_sharded_too(model_type: str, tmp_path: Path) -> None:
     path = tmp_path / "model"
     build_model_folder(dataclasses.replace(SMALL, model_type=model_type), path, seed=0)

@@ -53,7 +53,11 @@ COMPANY = st.lists(
 )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    # Llama's layers are Mistral's without a window.
+    [pytest.param(name, marks=pytest.mark.slow if name == "llama" else ()) for name in ARCHITECTURES],
+)
 def test_greedy_tokens_and_logprobs_are_those_of_the_plain_forward_pass(architecture: str) -> None:
     model = tiny_model(architecture)
     driver = Driver(model, max_num_seqs=3)  # fewer slots than requests: they join and leave
@@ -252,7 +256,7 @@ def test_a_response_ends_with_eos_or_a_stop_token_which_is_part_of_it() -> None:
     assert by_eos.generate([3, 5], max_tokens=40, seed=3).tokens == tokens
 
 
-@pytest.mark.parametrize("streamed", [0, 5])
+@pytest.mark.parametrize("streamed", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_stop_strings_end_requests_at_their_token_whatever_happens_to_their_neighbours(streamed: int) -> None:
     tokenizer = character_tokenizer(ALPHABET)
     model, chance = tiny_model(), random.Random(0)

@@ -18,7 +18,7 @@ ROWS = (
 
 @pytest.mark.parametrize(
     "kind",
-    ["env", pytest.param("reward", marks=pytest.mark.slow), "agent", pytest.param("program", marks=pytest.mark.slow)],
+    ["env", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("reward", "agent", "program"))],
 )
 def test_what_it_writes_passes_its_own_tests_and_generates_a_group(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -38,8 +38,18 @@ def generator_of_the_evaluation(h: Harness) -> EchoGenerator:
     return generator
 
 
-@pytest.mark.parametrize("own", [0, 1])
-@pytest.mark.parametrize("mode", MODES)
+# By default each mode, with engines of its own or with those that train; as slow tests with the others.
+MODES_AND_ENGINES = pytest.mark.parametrize(
+    ("mode", "own"),
+    [
+        pytest.param(mode, own, marks=() if number % 2 == own else pytest.mark.slow)
+        for number, mode in enumerate(MODES)
+        for own in (0, 1)
+    ],
+)
+
+
+@MODES_AND_ENGINES
 async def test_each_row_is_of_one_version_and_training_does_not_change(tmp_path: Path, mode: str, own: int) -> None:
     h = Harness(tmp_path, f"trainer.mode={mode}", f"trainer.eval.num_engines={own}", *EVALUATION)
     await h.train()
@@ -50,8 +60,7 @@ async def test_each_row_is_of_one_version_and_training_does_not_change(tmp_path:
     assert "evaluation of version 8" in h.screen.getvalue()
 
 
-@pytest.mark.parametrize("own", [0, 1])
-@pytest.mark.parametrize("mode", MODES)
+@MODES_AND_ENGINES
 async def test_a_reward_function_scores_training_and_evaluation_alike(tmp_path: Path, mode: str, own: int) -> None:
     """Nothing else that happens gives the reward 7, and a sample passes by it."""
     settings = [f"trainer.mode={mode}", f"trainer.eval.num_engines={own}", "trainer.eval.pass_threshold=7", *EVALUATION]
@@ -101,8 +110,15 @@ def reward_by_version(output: GeneratorOutput) -> None:
     output["rewards"] = [REWARDS.get(versions[0], 0.0) for versions in output["rollout_versions"]]
 
 
-@pytest.mark.parametrize("own", [0, 1])
-@pytest.mark.parametrize("mode", ["sync", "fully_async"])
+@pytest.mark.parametrize(
+    ("mode", "own"),
+    [
+        ("sync", 0),
+        ("fully_async", 1),
+        pytest.param("sync", 1, marks=pytest.mark.slow),
+        pytest.param("fully_async", 0, marks=pytest.mark.slow),
+    ],
+)
 async def test_the_best_checkpoint_by_evaluation_stays(tmp_path: Path, mode: str, own: int) -> None:
     best = ["trainer.eval.best_metric=eval/reward", "trainer.eval.interval=2", "trainer.eval.before_train=true"]
     settings = [f"trainer.mode={mode}", f"trainer.eval.num_engines={own}", "trainer.max_ckpts_to_keep=1"]

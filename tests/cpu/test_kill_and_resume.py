@@ -172,8 +172,8 @@ class Lives:
         return self._forked.run(self._output, arguments, **how)
 
 
-# By default each trainer, groups that are not trained, and steps that begin early. All kinds of ends are among them.
-BY_DEFAULT = {"sync", "one_step_off", "partial_rollout", "filter", "streaming"}
+# By default each trainer. All kinds of ends are among them.
+BY_DEFAULT = {"sync", "one_step_off", "partial_rollout", "streaming"}
 
 
 @pytest.mark.parametrize(

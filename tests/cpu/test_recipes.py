@@ -38,7 +38,11 @@ def retriever_url() -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize(
+    "recipe",
+    # gsm8k_lora has gsm8k's records.
+    [pytest.param(name, marks=pytest.mark.slow if name == "gsm8k" else ()) for name in NAMES],
+)
 def test_a_recipe_trains_on_converted_records(tmp_path: Path, recipe: str, retriever_url: str) -> None:
     if recipe == "code" and why_unavailable("namespaces"):
         pytest.skip(str(why_unavailable("namespaces")))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 schemathesis = pytest.importorskip("schemathesis")
 checks = pytest.importorskip("schemathesis.checks")
 
-EXAMPLES = [15, pytest.param(40, marks=pytest.mark.slow)]  # of each operation
+EXAMPLES = [8, pytest.param(40, marks=pytest.mark.slow)]  # of each operation
 CHECKS = [
     checks.not_a_server_error,
     checks.status_code_conformance,

@@ -611,7 +611,14 @@ async def test_abort_generation_returns_the_partial_tokens(engine: RemoteVLLMEng
 
 
 @on_the_modules_loop
-@pytest.mark.parametrize("mode", list(PauseMode))
+@pytest.mark.parametrize(
+    "mode",
+    [
+        PauseMode.ABORT,
+        PauseMode.RECOMPUTE,
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in (PauseMode.KEEP, PauseMode.WAIT)),
+    ],
+)
 async def test_an_update_in_flight_has_exact_versions_in_every_pause_mode(
     engine: RemoteVLLMEngine, folder: str, transport: SharedMemoryTransport, mode: PauseMode
 ) -> None:
