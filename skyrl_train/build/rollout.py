@@ -121,6 +121,7 @@ def build_stages(
                 attempts=1 + config.trainer.failures.max_rollout_retries,
                 timeout_s=reward.timeout_s,
                 on_failure=on_failure,
+                path=reward.function,
             )
         )
     if derive.needs_reference(config.trainer.algorithm) and not derive.reference_is_colocated(config):

@@ -36,7 +36,7 @@ except ImportError:  # PyYAML was built without libyaml: the same text, four tim
 
 RECIPES = Path(__file__).parent / "recipes"
 BASE = "base"
-COMMAND_LINE = "the command line"
+OVERRIDES = "the overrides"
 
 ConfigStore.instance().store(name=BASE, node=RunConfig)
 
@@ -250,9 +250,9 @@ def _check(override: Override, text: str) -> None:
             f"{text!r} gives several values. Write key=[a,b] for a list; for several runs, use skyrl-train sweep."
         )
     if override.package is not None:
-        raise _unknown_key(f"{key}@{override.package}", COMMAND_LINE)
+        raise _unknown_key(f"{key}@{override.package}", OVERRIDES)
     if key not in known_keys() and not in_free_section(key):
-        raise _unknown_key(key, COMMAND_LINE)
+        raise _unknown_key(key, OVERRIDES)
 
 
 def _unknown_key(key: str, where: str) -> ConfigError:
@@ -268,7 +268,7 @@ def _explain(error: Exception, where: str) -> ConfigError:
     text = "\n".join(str(e) for e in (error, error.__cause__) if e is not None)
     # The override is wrong, not the recipe.
     if re.match("Error merging override|Could not override", str(error)):
-        where = COMMAND_LINE
+        where = OVERRIDES
     # The key is in the text of the error or of its cause, or in an attribute: it depends on the library that raises.
     found = re.search(r"^\s*full_key: (\S+)$", text, re.MULTILINE)
     key = found.group(1) if found else getattr(error, "full_key", None)

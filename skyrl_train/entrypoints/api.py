@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from rich.console import Console
 
 from skyrl_train.config.compose import compose, with_overrides
 from skyrl_train.config.import_path import forget_files, import_path_of
-from skyrl_train.config.keys import in_free_section
+from skyrl_train.config.keys import in_free_section, meant_setting, nearest
 from skyrl_train.config.schema import EnvironmentConfig, RunConfig
 from skyrl_train.entrypoints.inputs import RunInputs, load_inputs, print_warnings
 from skyrl_train.entrypoints.run import RunResult, StopRequest
@@ -43,6 +43,14 @@ if TYPE_CHECKING:
 
 Overrides = Sequence[str] | Mapping[str, Any]
 
+# Arguments of TRL's trainers.
+_ARGUMENTS_ELSEWHERE = {
+    "reward_funcs": "reward_fn",
+    "train_dataset": "dataset",
+    "processing_class": "tokenizer",
+    "args": "overrides",
+}
+
 
 def train(
     recipe_or_config: str | Path | RunConfig | None = None,
@@ -61,6 +69,7 @@ def train(
     config_dir: str | Path | None = None,
     strict: bool = False,
     quiet: bool = False,
+    **unknown: Never,
 ) -> Run:
     """Train, and return the run. Blocks until training has ended; works in a script and in a notebook cell.
 
@@ -95,11 +104,14 @@ def train(
         strict: an error, instead of a warning, if a setting has no effect or this machine's memory does not suffice; the
             ``--strict`` of the command line.
         quiet: print nothing.
+        unknown: any other name is an error, which tells the setting or the argument that is meant.
 
     Raises:
         ConfigError: an argument or a setting is wrong, or a run is under way in this process.
         SkyRLError: the run failed; its last checkpoint stands.
     """
+    for argument in unknown:
+        raise _unknown_argument(argument)
     # A file may have changed since the last run in this notebook.
     forget_files()
     # After the overrides: an argument of this call is the more explicit choice.
@@ -148,6 +160,16 @@ def train(
     for line in (*alarms, run.learned, repr(run)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return run
+
+
+def _unknown_argument(argument: str) -> ConfigError:
+    arguments = list(inspect.signature(train).parameters)[:-1]
+    remedy = "Settings are given in overrides."
+    if other := _ARGUMENTS_ELSEWHERE.get(argument) or nearest(argument, arguments):
+        remedy = f"Did you mean {other}?"
+    elif setting := meant_setting(argument):
+        remedy = f"Settings are given in overrides: train(..., overrides={{{setting!r}: ...}})."
+    return ConfigError(f"train() has no argument {argument!r}. {remedy}")
 
 
 def _name(

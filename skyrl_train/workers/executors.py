@@ -291,13 +291,19 @@ class WorkerPool:
         worker = await self._idle.get()
         call = asyncio.create_task(self._call(worker, argument, timeout_s), name="stage-call")
         self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        call.add_done_callback(self._ended)
         return await asyncio.shield(call)
 
     async def aclose(self) -> None:
         """End everything. Idempotent, also without :meth:`start`."""
         await cancel_within(list(self._calls), CLOSE_LIMIT_S)
         await asyncio.gather(*(worker.stop() for worker in self._workers))
+
+    def _ended(self, call: asyncio.Task[Any]) -> None:
+        self._calls.discard(call)
+        # The caller may be gone. Without this, asyncio would print the error of such a call.
+        if not call.cancelled():
+            call.exception()
 
     async def _call(self, worker: Worker, argument: Any, timeout_s: float | None) -> Any:
         try:

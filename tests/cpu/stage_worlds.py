@@ -57,6 +57,9 @@ class Obey:
             case ("meet", here, there):  # named pipes: opening one blocks until somebody opens the other end
                 Path(here).write_text("")
                 Path(there).read_text()
+            case ("meet and raise", here, there):
+                Path(here).write_text("")
+                raise ValueError(Path(there).read_text())
         return order
 
 

@@ -133,14 +133,14 @@ def test_an_unknown_key_in_a_recipe_is_named_too(recipes: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("trainer.epochs=abc", "trainer.epochs (in the command line) must be an integer, got abc"),
+        ("trainer.epochs=abc", "trainer.epochs (in the overrides) must be an integer, got abc"),
         ("trainer.epochs=1.5", "must be an integer, got 1.5"),
         ("trainer.seed=null", "must be an integer, got null"),
         ("trainer.resume=newest", "must be one of latest, never, got newest"),
         ("generator.verify_weights=3.5", "must be true or false, got 3.5"),
         ("trainer.trackers=tensorboard", "must be a list, each entry text, got tensorboard"),
         ("trainer.policy.optimizer_config.adam_betas=[0.9,x]", "a list, each entry a number, got [0.9,x]"),
-        ("trainer=3", "trainer (in the command line) must be a section of settings, got 3"),
+        ("trainer=3", "trainer (in the overrides) must be a section of settings, got 3"),
     ],
 )
 def test_a_value_of_another_type_is_named_with_the_key_and_the_expected_type(override: str, expected: str) -> None:
@@ -184,7 +184,7 @@ def test_the_folder_of_a_run_has_the_settings_of_the_run(tmp_path: Path) -> None
     changed = compose("guess_number", ["trainer.max_steps=9", "trainer.run_name=mine"])
     assert compose(str(run), ["trainer.max_steps=9"]) == changed
     assert "give its folder" in refusal(str(run / "config.yaml"))
-    assert "Unknown setting trainer.steps (in the command line)" in refusal(str(run), "trainer.steps=1")
+    assert "Unknown setting trainer.steps (in the overrides)" in refusal(str(run), "trainer.steps=1")
 
 
 def test_a_recipe_that_cannot_be_composed_says_why(recipes: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import select
 import signal
@@ -118,6 +119,22 @@ async def test_a_call_whose_caller_is_gone_ends_before_the_next_one_begins(kind:
         await settle()
         await meeting.go_on()
         assert await asyncio.wait_for(after, 300) == 2, "the same copy: nothing was built again"
+
+
+async def test_an_error_whose_caller_is_gone_is_not_printed(tmp_path: Path) -> None:
+    printed: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: printed.append(context))
+    async with executor_of("thread") as executor:
+        meeting = Meeting(tmp_path / "m")
+        call = asyncio.create_task(executor.call(("meet and raise", *meeting.order[1:])))
+        await meeting.begun()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await meeting.go_on()
+        assert await asyncio.wait_for(executor.call("count"), 300) == 2, "the call before has ended"
+    gc.collect()
+    assert printed == []
 
 
 @both

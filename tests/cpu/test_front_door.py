@@ -396,6 +396,10 @@ def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own_and_the_notebook
         ({"dataset": [ROWS[0], {"prompt": object()}]}, "dataset[1] has a value that is not text, a number"),
         ({"dataset": [{"prompt": "\ud800"}]}, "dataset[0] has a value that is not text"),
         ({"eval_dataset": []}, "eval_dataset has no rows"),
+        ({"learning_rate": 1e-3}, "overrides={'trainer.policy.optimizer_config.lr': ...}"),
+        ({"reward_funcs": len}, "train() has no argument 'reward_funcs'. Did you mean reward_fn?"),
+        ({"enviroment": "gsm8k"}, "Did you mean environment?"),
+        ({"colour": "red"}, "train() has no argument 'colour'. Settings are given in overrides."),
     ],
 )
 def test_a_wrong_argument_is_an_error_that_names_it(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:

@@ -68,8 +68,8 @@ def test_rewards_replace_those_of_the_generator_and_stand_on_the_last_token() ->
 
 @pytest.mark.parametrize("answer", [None, 1.0, [1.0], [1.0, 2.0, 3.0], ["a", "b"], [1.0, None], "12x"], ids=repr)
 def test_an_answer_without_a_reward_for_each_sample_stops_the_run(answer: Any) -> None:
-    with pytest.raises(StageError, match="one finite number for each"):
-        with_rewards(group().samples, answer)
+    with pytest.raises(StageError, match=r"function=file\.py:reward\) returned .* one finite number for each"):
+        with_rewards(group().samples, answer, "file.py:reward")
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39, 10**400], ids=["nan", "inf", "1e39", "10**400"])

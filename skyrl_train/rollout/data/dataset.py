@@ -479,7 +479,8 @@ def check_environment(dataset: PromptDataset | StreamingPrompts, config: RunConf
                 "Set environment.env_class=single_turn: your reward function judges the answers."
                 if config.rollout.stages.reward.function is not None
                 else "Set environment.env_class to the class that rewards answers (file.py:Class), or give rows a column "
-                "env_class. `skyrl-train init NAME --data FILE` writes one; docs/tutorials/your_own_task.md shows it."
+                "env_class. `skyrl-train init NAME --data FILE` writes one; docs/tutorials/your_own_task.md shows it. "
+                "In Python, train(reward_fn=...) or train(environment=...) judges them."
             )
             raise ConfigError(
                 f"data.train_data has your prompts, and environment.env_class={default}, the default, is a toy task with prompts "

@@ -284,6 +284,7 @@ class RewardStage(Stage):
         attempts: calls per group, at least one.
         timeout_s: time limit of one call; None: no limit.
         on_failure: called with the group's name, the reason and the error of each failed call.
+        path: the import path of the function, for messages.
     """
 
     name = "reward"
@@ -297,8 +298,10 @@ class RewardStage(Stage):
         attempts: int = 1,
         timeout_s: float | None = None,
         on_failure: OnFailure = lambda name, reason, error: None,
+        path: str = "",
     ) -> None:
         self.executor: Executor = executor
+        self._path = path
         self._decode = decode
         self.max_parallel = max_parallel
         self._attempts = attempts
@@ -320,7 +323,7 @@ class RewardStage(Stage):
                     ) from failure
                 logger.warning("%s: %s (attempt %d of %d)", group.name, reason, attempt, self._attempts)
             else:
-                samples = with_rewards(group.samples, answer)
+                samples = with_rewards(group.samples, answer, self._path)
                 metrics = {**group.metrics, **mean_metrics(answer)}  # raises if a part is no number
                 parts = [
                     {name: float(value) for name, value in _reward_and_metrics(entry)[1].items()} for entry in answer
@@ -360,10 +363,10 @@ def group_to_reward(
     )
 
 
-def with_rewards(samples: Sequence[Sample], answer: Any) -> tuple[Sample, ...]:
+def with_rewards(samples: Sequence[Sample], answer: Any, path: str = "") -> tuple[Sample, ...]:
     """Return ``samples`` with the rewards of ``answer``, each on the last token of its sample. Pure.
 
-    A sample without tokens cannot hold a reward.
+    A sample without tokens cannot hold a reward. Messages name the function by its import ``path``.
 
     Raises:
         StageError: ``answer`` is not one number per sample.
@@ -377,12 +380,12 @@ def with_rewards(samples: Sequence[Sample], answer: Any) -> tuple[Sample, ...]:
         rewards = []
     if len(rewards) == len(samples) and any(map(math.isnan, rewards)):
         raise NonFiniteRewardError(
-            f"the reward function ({SETTING}) returned {answer!r:.200}; rewards must be finite, also in float32"
+            f"the reward function ({SETTING}={path}) returned {answer!r:.200}; rewards must be finite, also in float32"
         )
     if len(rewards) != len(samples):
         raise StageError(
-            f"The reward function ({SETTING}) returned {answer!r:.200} for {len(samples)} samples. It must return one "
-            "finite number for each of them, in their order."
+            f"The reward function ({SETTING}={path}) returned {answer!r:.200} for {len(samples)} samples. It must return "
+            "one finite number for each of them, in their order."
         )
     return tuple(_with_reward(sample, reward) for sample, reward in zip(samples, rewards, strict=True))
 
