@@ -16,9 +16,10 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,14 +59,28 @@ _REMEMBERED_TEXTS, _LONGEST_REMEMBERED = 4096, 256  # texts whose tokens are kep
 class GrammarMatcher:
     """The position of one response in its grammar.
 
+    Where the grammar leaves no choice for several tokens, the library is asked once: it names them all, each is the only one in
+    its mask, and the library takes them together with the last.
+
     Attributes:
         mask: the tokens that may come next, since the last :meth:`compute_mask`. It stays the same array.
         error: why :func:`advance` failed; None: it did not.
     """
 
-    def __init__(self, matcher: LLMatcher, end: int, ends: Collection[int], bits: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        end: int,
+        ends: Collection[int],
+        bits: int,
+        is_stable: Callable[[list[int], bytes], bool],
+    ) -> None:
         self._matcher = matcher
         self._end, self._ends = end, ends
+        self._is_stable = is_stable
+        # The response has ``_taken`` of these, fewer than all, and the library's matcher none.
+        self._forced: Sequence[int] = ()
+        self._taken = 0
         self.mask: Mask = np.zeros(-(-bits // 32) * 4, np.uint8)
         # Kept, because each of these takes numpy longer than some masks take the library.
         self._address, self._bytes, self._view = self.mask.ctypes.data, self.mask.nbytes, self.mask.data
@@ -77,6 +92,13 @@ class GrammarMatcher:
         Raises:
             GrammarError: a token is not allowed, or the grammar has become too complex at this place.
         """
+        if self._forced:
+            after = self._taken + 1
+            if len(token_ids) == 1 and after < len(self._forced) and token_ids[0] == self._forced[self._taken]:
+                self._taken = after
+                return
+            token_ids = [*self._forced[: self._taken], *token_ids]
+            self._forced, self._taken = (), 0
         if not self._matcher.consume_tokens(list(token_ids)):
             raise self._error()
 
@@ -86,29 +108,46 @@ class GrammarMatcher:
         Raises:
             GrammarError: no token is allowed, or the grammar has become too complex at this place.
         """
-        self._matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
-        return self._finish_mask()
+        if not self.follow_forced():
+            self._matcher.unsafe_compute_mask_ptr(self._address, self._bytes)
+            self._finish_mask()
+        return self.mask
 
-    def _finish_mask(self) -> Mask:
-        if self._matcher.is_error():
-            raise self._error()
-        # The library knows one list of end tokens, a request may have others.
+    def follow_forced(self) -> bool:
+        """Set ``mask`` if the grammar leaves no choice here and at the next token. Returns whether it does so."""
+        if not self._forced:
+            forced = self._matcher.compute_ff_tokens()
+            if len(forced) < 2 or not self._is_stable(forced, self._matcher.compute_ff_bytes()):
+                return False
+            self._forced = forced
+        self.mask.fill(0)
+        token = self._forced[self._taken]
+        self._view[token // 8] = 1 << token % 8
+        return True
+
+    def _finish_mask(self) -> None:
+        # The library knows one list of end tokens, a request may have others. In error, its mask is that list.
         if self._view[self._end // 8] >> self._end % 8 & 1:
+            if self._matcher.is_error():
+                raise self._error()
             for token in self._ends:
                 self._view[token // 8] |= 1 << token % 8
-        return self.mask
 
     def ended_by(self, token: int) -> bool:
         """Return whether ``token`` ends the response here."""
+        # A response cannot end where text is forced, neither at the library's place nor at this one.
         return token in self._ends and self._matcher.is_accepting()
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens could come next, one after the other. They are not consumed."""
-        return self._matcher.validate_tokens(list(token_ids))
+        return self._matcher.validate_tokens([*self._forced[: self._taken], *token_ids]) - self._taken
 
     def rollback(self, num_tokens: int) -> None:
         """Undo :meth:`consume` for the last tokens."""
-        self._matcher.rollback(num_tokens)
+        if num_tokens > self._taken:
+            self._matcher.rollback(num_tokens - self._taken)
+            self._forced = ()
+        self._taken = max(0, self._taken - num_tokens)
 
     def _error(self) -> GrammarError:
         reason = self._matcher.get_error()
@@ -126,23 +165,26 @@ def advance(sampled: Sequence[tuple[GrammarMatcher, int]], executor: LLExecutor 
     Args:
         executor: the library's threads. None: this thread does everything, in half the time of an executor of one.
     """
-    if executor is None:
-        for matcher, token in sampled:
-            try:
-                matcher.consume([token])
+    choosing = []
+    for matcher, token in sampled:
+        try:
+            matcher.consume([token])
+            if executor is None:
                 matcher.compute_mask()
-            except GrammarError as error:
-                matcher.error = error
+            elif not matcher.follow_forced():
+                choosing.append(matcher)
+        except GrammarError as error:
+            matcher.error = error
+    if executor is None or not choosing:
         return
-    executor.consume_token_par([(matcher._matcher, token) for matcher, token in sampled])
-    masks = np.empty((len(sampled), sampled[0][0].mask.size), np.uint8)
+    masks = np.empty((len(choosing), choosing[0].mask.size), np.uint8)
     executor.unsafe_compute_mask_ptr(
-        [(matcher._matcher, row) for row, (matcher, _) in enumerate(sampled)],
+        [(matcher._matcher, row) for row, matcher in enumerate(choosing)],
         masks.ctypes.data,
         masks.shape[1],
         len(masks),
     )
-    for (matcher, _), mask in zip(sampled, masks, strict=True):
+    for matcher, mask in zip(choosing, masks, strict=True):
         matcher.mask[:] = mask
         try:
             matcher._finish_mask()
@@ -174,6 +216,7 @@ class Grammars:
         self._vocab_size = vocab_size = int(config.get_text_config(decoder=True).vocab_size)
         wrapper = _TokenizerWrapper(tokenizer, vocab_size, self.eos_ids)
         self._marks = frozenset(wrapper.special_token_ids)
+        self._is_stable = wrapper.is_stable
         self.tokens = LLTokenizer(wrapper, eos_token=self.eos_ids[0])  # type: ignore[arg-type]  # read by its attributes
         self._compile = lru_cache(maxsize=_COMPILED)(self._compile_text)
 
@@ -190,7 +233,11 @@ class Grammars:
         """
         ends = {*self.eos_ids, *(token for token in stop_ids if token in self._marks)}
         matcher = GrammarMatcher(
-            self._compile(grammar_text(structured)).deep_copy(), self.eos_ids[0], ends, self._vocab_size
+            self._compile(grammar_text(structured)).deep_copy(),
+            self.eos_ids[0],
+            ends,
+            self._vocab_size,
+            self._is_stable,
         )
         matcher.consume(token_ids)
         matcher.compute_mask()
@@ -340,7 +387,9 @@ class _TokenizerWrapper:
         for token, content in marks.items():
             self.tokens[token] = content
         self._tokenizer = tokenizer.backend_tokenizer
+        self._special = special
         self._remembered = lru_cache(maxsize=_REMEMBERED_TEXTS)(self._tokenize)
+        self._remembered_stable = lru_cache(maxsize=_REMEMBERED_TEXTS)(self._check_stable)
 
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of text that the grammar leaves no choice about: the tokenizer's own, where they spell it.
@@ -348,6 +397,27 @@ class _TokenizerWrapper:
         The library asks for each token of such a text, with what is left of it, and responses repeat the texts of their schema.
         """
         return self._remembered(text) if len(text) <= _LONGEST_REMEMBERED else self._tokenize(text)
+
+    def is_stable(self, forced: list[int], text: bytes) -> bool:
+        """Return whether the library forces these tokens of a forced text one after the other, too, when it is asked for each.
+
+        It then reads each again, after the token before it, with all of the text that is left.
+        """
+        return len(text) <= _LONGEST_REMEMBERED and self._remembered_stable(tuple(forced), text)
+
+    def _check_stable(self, forced: tuple[int, ...], text: bytes) -> bool:
+        # Marks have an end of the response among them, and the library writes them in another way.
+        if not self._special.isdisjoint(forced):
+            return False
+        start = 0
+        for before, token in pairwise(forced):
+            try:
+                if self(text[start:].decode())[:2] != [before, token]:
+                    return False
+            except UnicodeDecodeError:  # a token that ends within a letter
+                return False
+            start += len(self.tokens[before])
+        return True
 
     def _tokenize(self, text: str) -> list[int]:
         data = text.encode()

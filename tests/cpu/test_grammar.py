@@ -31,7 +31,7 @@ from skyrl_train.generators.harness.generator import AgentRun, to_output
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference import grammar
 from skyrl_train.inference.continuation import Continuation
-from skyrl_train.inference.engines.embedded import core
+from skyrl_train.inference.engines.embedded import masks
 from skyrl_train.inference.grammar import (
     MAX_CHARACTERS,
     GrammarMatcher,
@@ -40,6 +40,7 @@ from skyrl_train.inference.grammar import (
     advance,
     check_grammar,
     end_token_ids,
+    grammar_text,
 )
 from skyrl_train.inference.interface import SamplingParams, StopReason, StructuredOutput, TokenChunk
 from skyrl_train.inference.requests import Generation
@@ -242,6 +243,61 @@ def test_responses_that_advance_together_have_the_masks_that_they_have_alone(thr
     assert sum(map(len, tokens)) > 60
 
 
+def library_masks(made: Grammars, structured: StructuredOutput, tokens: list[int]) -> list[set[int]]:
+    """The reference: the library, asked for each mask."""
+    matcher, found = made._compile(grammar_text(structured)).deep_copy(), list[set[int]]()
+    for token in [*tokens, None]:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        found.append(set(np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()))
+        if token is not None:
+            assert matcher.consume_token(token)
+    return found
+
+
+FORCED = StructuredOutput("regex", '(abc,abc12:|ab":|\\{"abc":12,){3,9}0?')
+
+
+@pytest.mark.parametrize("tokenizer_is_stable", [True, False])
+@pytest.mark.parametrize("structured", [FORCED, *KINDS], ids=lambda structured: structured.value[:9])
+def test_tokens_that_are_forced_together_are_those_that_are_forced_one_by_one(
+    structured: StructuredOutput, tokenizer_is_stable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a tokenizer that reads the rest of a text otherwise than the whole; and with drafts that are taken back."""
+    tokenize = grammar._TokenizerWrapper._tokenize
+
+    def by_the_first_letter(self: grammar._TokenizerWrapper, text: str) -> list[int]:
+        return tokenize(self, text) if text[0] not in ',"' else [self._by_bytes[letter.encode()] for letter in text]
+
+    if not tokenizer_is_stable:
+        monkeypatch.setattr(grammar._TokenizerWrapper, "_tokenize", by_the_first_letter)
+    made, draw, together = grammars(), random.Random(3), 0
+    for _ in range(15):
+        matcher, tokens, masks = made.matcher(structured), list[int](), list[set[int]]()
+        while len(tokens) < 40:
+            masks.append(allowed(matcher))
+            token = draw.choice(sorted(masks[-1]))
+            assert matcher.count_allowed([token, token]) >= 1 or token == EOS
+            if token == EOS:
+                assert matcher.ended_by(token)
+                break
+            assert not matcher.ended_by(EOS) or EOS in masks[-1]
+            tokens.append(token)
+            matcher.consume([token])
+            while draw.random() < 0.2 and len(matcher._forced) > matcher._taken:  # of a draft: no mask in between
+                tokens.append(matcher._forced[matcher._taken])
+                masks.append({tokens[-1]})
+                matcher.consume(tokens[-1:])
+            matcher.compute_mask()
+            together += len(matcher._forced) > 1
+            if draw.random() < 0.1:
+                back = draw.randrange(1, len(tokens) + 1)
+                matcher.rollback(back)
+                matcher.compute_mask()
+                del tokens[-back:], masks[len(tokens) :]
+        assert masks == library_masks(made, structured, tokens)[: len(masks)]
+    assert together > 0 or structured in KINDS[1:]
+
+
 def test_a_text_that_the_grammar_forces_is_tokenized_once_for_all_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     texts, tokenize = list[str](), grammar._TokenizerWrapper._tokenize
 
@@ -347,8 +403,9 @@ def test_a_grammar_that_becomes_too_complex_fails_its_own_response_only(monkeypa
     assert it.responses[other].tokens == expected.tokens
 
 
-def test_requests_that_are_sampled_one_by_one_have_their_own_masks() -> None:
+def test_requests_that_are_sampled_one_by_one_have_their_own_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch-invariant: each request has its forward pass, beside which the mask of the one before is computed."""
+    monkeypatch.setattr(masks, "_TOKENS_PER_HAND_OVER", 0)
     asked = [{"structured": kind, "seed": seed, "max_tokens": 25 + seed} for seed, kind in enumerate([*KINDS, None])]
     alone = [driver(batch_invariant=True).generate([5, 6], **each) for each in asked]
     it = driver(batch_invariant=True)
@@ -370,7 +427,8 @@ def test_a_failure_of_the_thread_that_computes_masks_is_the_engines(monkeypatch:
     def fail(*_: object) -> None:
         raise MemoryError("no room for masks")
 
-    monkeypatch.setattr(core, "advance", fail)
+    monkeypatch.setattr(masks, "_TOKENS_PER_HAND_OVER", 0)
+    monkeypatch.setattr(masks, "advance", fail)
     with pytest.raises(MemoryError, match="no room for masks"):
         it.step(2)
     it.core.close()  # ends the thread
@@ -427,7 +485,9 @@ def vars_of(params: SamplingParams) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("schedule", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 300))])
-def test_any_interruptions_give_the_uninterrupted_response(schedule: int) -> None:
+def test_any_interruptions_give_the_uninterrupted_response(schedule: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if schedule % 8 < 4:  # few masks are worth no hand-over to the thread
+        monkeypatch.setattr(masks, "_TOKENS_PER_HAND_OVER", 0)
     draw = random.Random(schedule)
     params = SamplingParams(
         max_tokens=draw.randrange(1, 45),

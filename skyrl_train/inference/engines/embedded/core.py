@@ -15,21 +15,20 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 from functools import cached_property, partial
 
 import numpy as np
 import torch
-from llguidance import LLExecutor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skyrl_train.errors import EngineError, GrammarError, ModelError, RequestError
 from skyrl_train.inference.engines.embedded.engine import EngineSettings
+from skyrl_train.inference.engines.embedded.masks import MaskThread
 from skyrl_train.inference.engines.embedded.runner import Tokens, make_runner
 from skyrl_train.inference.engines.embedded.sampling import sample
 from skyrl_train.inference.engines.embedded.slots import Sequence, SlotTable
-from skyrl_train.inference.grammar import Grammars, advance
+from skyrl_train.inference.grammar import Grammars
 from skyrl_train.inference.interface import SamplingParams, StopReason
 from skyrl_train.inference.response_text import ResponseText
 from skyrl_train.models.adapter_spec import AdapterSpec
@@ -94,8 +93,7 @@ class EmbeddedEngineCore:
         self._waiting: deque[Sequence] = deque()
         self._state = PauseState.RUNNING
         self._seeds = (derive_seed(seed, counter) for counter in itertools.count())
-        self._mask_thread = ThreadPoolExecutor(1, "grammar-masks")
-        self._pending_masks: list[Future[None]] = []  # of matchers that only the thread may use until then
+        self._masks = MaskThread(self._vocab_size)
         self._receiver = WeightReceiver(model.device)
         self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor] | EngineError] | None = None
         self._loaded: WeightUpdate | None = None
@@ -203,11 +201,6 @@ class EmbeddedEngineCore:
             return Grammars(self.tokenizer or self._tokenizer(), self.model.config)
         except ModelError as error:
             raise GrammarError(f"The engine cannot follow a grammar: {error}") from error
-
-    @cached_property
-    def _mask_executor(self) -> LLExecutor | None:
-        threads = torch.get_num_threads()
-        return LLExecutor(threads) if threads > 1 else None
 
     def abort(self, request_ids: Collection[int] | None = None) -> list[Message]:
         """End these requests (None: all) with the tokens that they have. Unknown ids are ignored."""
@@ -333,7 +326,7 @@ class EmbeddedEngineCore:
 
     def close(self) -> None:
         """Release the received update, and end the thread."""
-        self._mask_thread.shutdown()
+        self._masks.close()
         self._received = None
         self._receiver.close()
 
@@ -367,9 +360,7 @@ class EmbeddedEngineCore:
         slots = self._slots
         # The version of these tokens is fixed here: weights cannot change during a step.
         logits = run(slots.tokens[rows], slots.lengths[rows], rows.start)
-        for masks in self._pending_masks:  # computed since the last tokens, while the model ran
-            masks.result()
-        self._pending_masks.clear()
+        self._masks.wait()  # computed since the last tokens, while the model ran
         tokens, logprobs, top = sample(logits, slots.sampling_rows(rows))
         for row, alternatives in top.items():
             slots.sequences[rows.start + row].top_logprobs.append(alternatives)
@@ -382,12 +373,16 @@ class EmbeddedEngineCore:
         for row in slots.has_text[rows].nonzero()[0]:
             at_string[row] = slots.reaches_stop_string(rows.start + int(row))
         ended = stopped | broken | at_string | (slots.lengths[rows] >= slots.limits[rows])
-        guided = slots.matchers(rows)
-        # Without a mask, this token does not count.
-        failed = {row: matcher.error for row, matcher in guided if matcher.error is not None}
-        ended[list(failed)] = True
-        if sampled := [(matcher, int(tokens[row])) for row, matcher in guided if not ended[row]]:
-            self._pending_masks.append(self._mask_thread.submit(advance, sampled, self._mask_executor))
+        failed: dict[int, GrammarError] = {}
+        guided = slots.guided_rows(rows)
+        if guided.matchers:
+            for row, matcher in zip(guided.rows.tolist(), guided.matchers, strict=True):
+                if matcher.error is not None:
+                    failed[row] = matcher.error
+                    ended[row] = True  # without a mask, this token does not count
+            following = zip(guided.matchers, tokens[guided.rows].tolist(), ended[guided.rows].tolist(), strict=True)
+            if sampled := [(matcher, token) for matcher, token, ends in following if not ends]:
+                self._masks.submit(sampled)
         every = slots.stream_every[rows]
         chunk_is_full = (every > 0) & (slots.lengths[rows] - slots.sent[rows] >= every)
         # A token that ends the response leaves with its stop reason, never in a chunk before.

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from skyrl_train.inference.engines.embedded.sampling import SEED_MASK, AdjustedRow, SamplingRows, uniforms
-from skyrl_train.inference.grammar import GrammarMatcher
+from skyrl_train.inference.grammar import GrammarMatcher, Mask
 from skyrl_train.inference.interface import SamplingParams, StopReason, TokenChunk, TopLogprobs
 from skyrl_train.inference.response_text import ResponseText
 
@@ -49,6 +50,15 @@ class Sequence:
         return self.top_logprobs[tokens] if self.params.top_logprobs else None
 
 
+@dataclass(frozen=True, slots=True)
+class GuidedRows:
+    """Rows that have a grammar, counted from the first row of a batch; all three are in their order."""
+
+    rows: npt.NDArray[np.int64]
+    matchers: list[GrammarMatcher]
+    masks: list[Mask]
+
+
 class SlotTable:
     """``num_slots`` rows. Token-wise arrays are ``[num_slots, capacity]``, indexed by position in the sequence (prompt
     included); all others are ``[num_slots]``, and ``stop_ids`` is as wide as the longest list of stop tokens."""
@@ -57,6 +67,7 @@ class SlotTable:
         self.count = 0
         self.capacity = capacity
         self.sequences: list[Sequence] = []
+        self._guided_rows: dict[tuple[int, int], GuidedRows] = {}  # until a request gets or leaves a slot
         self.tokens = np.zeros((num_slots, capacity), np.int64)
         self.logprobs = np.zeros((num_slots, capacity), np.float32)
         self.versions = np.zeros((num_slots, capacity), np.int64)
@@ -103,6 +114,7 @@ class SlotTable:
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(sequence.stop_ids)] = sequence.stop_ids
         sequence.begun = True
+        self._guided_rows.clear()
         self.sequences.append(sequence)
         self.count += 1
         return slot
@@ -145,6 +157,7 @@ class SlotTable:
             ):
                 per_slot[slot] = per_slot[last]
             self.sequences[slot] = self.sequences[last]
+        self._guided_rows.clear()
         self.sequences.pop()
         self.count = last
         return last
@@ -157,26 +170,30 @@ class SlotTable:
         if early.any():
             row, column = np.nonzero(early[:, None] & (stop_ids != NO_TOKEN))
             banned = (row, stop_ids[row, column])
-        guided = self.matchers(rows)
-        masks = [matcher.mask for _, matcher in guided]
+        guided = self.guided_rows(rows)
         return SamplingRows(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
             min_p=self.min_p[rows],
             uniforms=uniforms(self.seeds[rows], lengths - self.prompt_lengths[rows]),
-            allowed=(np.array([row for row, _ in guided]), np.concatenate(masks).reshape(len(masks), -1))
-            if guided
+            allowed=(guided.rows, np.concatenate(guided.masks).reshape(len(guided.masks), -1))
+            if guided.masks
             else None,
             banned=banned,
             adjusted=[self._adjusted_row(rows.start, int(row)) for row in self.adjusted[rows].nonzero()[0]],
             top_logprobs=self.top_logprobs[rows] if self.top_logprobs[rows].any() else None,
         )
 
-    def matchers(self, rows: slice) -> list[tuple[int, GrammarMatcher]]:
-        """Return those of ``rows`` that have a grammar, counted from the first, and their matchers."""
-        found = ((row, self.sequences[rows.start + row].matcher) for row in self.guided[rows].nonzero()[0].tolist())
-        return [(row, matcher) for row, matcher in found if matcher is not None]
+    def guided_rows(self, rows: slice) -> GuidedRows:
+        """Return those of ``rows`` that have a grammar. They are looked for once, not in every step."""
+        key = (rows.start, rows.stop)
+        if key not in self._guided_rows:
+            found = self.guided[rows].nonzero()[0]
+            matchers = [self.sequences[rows.start + row].matcher for row in found.tolist()]
+            guided = [matcher for matcher in matchers if matcher is not None]
+            self._guided_rows[key] = GuidedRows(found, guided, [matcher.mask for matcher in guided])
+        return self._guided_rows[key]
 
     def _adjusted_row(self, first: int, row: int) -> AdjustedRow:
         slot = first + row
