@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import ssl
@@ -93,12 +94,30 @@ def _not_launched_by_uvw() -> Iterator[None]:
         yield
 
 
+FREEZING = {"freeze": gc.freeze, "unfreeze": gc.unfreeze}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_full_collections() -> Iterator[None]:
-    """A run collects all garbage before it trains. In a process that has imported everything, this takes longer than to train."""
+    """A run collects all garbage before it trains. In a process that has imported everything, this takes longer than to train.
+
+    At its end a run lets the collector see again what it has frozen. Here that would be all that has been imported, which each
+    full collection of the later tests would walk through.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "gc_tuned", nullcontext)
+        for name in FREEZING:
+            patch.setattr(gc, name, lambda: None)
         yield
+
+
+@pytest.fixture
+def freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Freezes and unfreezes objects as a run does."""
+    for name, function in FREEZING.items():
+        monkeypatch.setattr(gc, name, function)
+    yield
+    FREEZING["freeze"]()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,8 @@ import gc
 import subprocess
 import sys
 
+import pytest
+
 from skyrl_train.runtime.process import gc_tuned
 
 PROGRAM = """
@@ -18,6 +20,7 @@ with gc_tuned():
 """
 
 
+@pytest.mark.usefixtures("freezing")
 def test_the_block_freezes_objects_and_restores_the_collector() -> None:
     before = gc.get_threshold()
     with gc_tuned():
