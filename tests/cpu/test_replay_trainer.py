@@ -125,9 +125,7 @@ def trained_once(*runs: Run) -> bool:
     return sorted(runs[-1].trained) == list(range(32))
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.slow if mode == "sync" else ()) for mode in MODES]
-)
+@pytest.mark.parametrize("mode", MODES)
 async def test_a_stopped_run_samples_no_token_twice_and_trains_the_same_sequences(tmp_path: Path, mode: str) -> None:
     whole = Run(tmp_path / "whole", f"trainer.mode={mode}")
     await whole.train()

@@ -179,9 +179,7 @@ async def test_a_stage_that_falls_behind_holds_up_admission_and_works_on_no_more
         w.check_books()
 
 
-@pytest.mark.parametrize(
-    "policy", [*(pytest.param(policy, marks=pytest.mark.slow) for policy in ("accept", "mask")), "wait", "drop"]
-)
+@pytest.mark.parametrize("policy", ["accept", "mask", "wait", "drop"])
 async def test_groups_that_a_stage_never_returns_do_not_pile_up(policy: str) -> None:
     """Whatever is trained meanwhile; and of one that is given up, nothing is kept."""
     stage = Scripted(max_parallel=4)
