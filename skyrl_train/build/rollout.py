@@ -75,7 +75,9 @@ def build_generator(
     try:
         from skyrl_train.workers.ray import RayLink, RayPlacement
     except ImportError as error:
-        raise ConfigError("rollout.num_actors needs Ray. Install it: pip install ray") from error
+        raise ConfigError(
+            "rollout.num_actors needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
+        ) from error
     # Actors run with this process's folder and search path, so that they find the user's files.
     setup = ActorSetup(
         spec=spec,
@@ -243,7 +245,9 @@ def _executor(
     try:
         from skyrl_train.workers.ray import RayPlacement
     except ModuleNotFoundError as error:
-        raise ConfigError("A stage with executor=ray needs Ray. Install it: pip install ray") from error
+        raise ConfigError(
+            "A stage with executor=ray needs Ray: install the extra `ray` (./uvw run --extra ray ...)."
+        ) from error
     placements = placements or [RayPlacement(num_cpus=num_cpus, num_gpus=num_gpus)] * number
     return WorkerPool([_ray_worker(work, placement) for placement in placements])
 

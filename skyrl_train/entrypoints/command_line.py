@@ -29,6 +29,7 @@ from skyrl_train.entrypoints.trace import trace
 from skyrl_train.entrypoints.track import track
 from skyrl_train.entrypoints.watch import watch
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.version import __version__
 
 START, TRAIN, LOOK, USE = "Start", "Train", "Look", "Use the model"  # sections of the help
 
@@ -38,7 +39,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a traceback without the values of local variables
     context_settings={"help_option_names": ["-h", "--help"]},
-    result_callback=sys.exit,
+    result_callback=lambda code, **options: sys.exit(code),
 )
 
 Recipe = Annotated[
@@ -58,6 +59,21 @@ Library = Annotated[
         help="Instead of a recipe: a yaml file or key=value settings of skyrl, verl, trl, prime-rl or areal.",
     ),
 ]
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"skyrl-async {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def of_all_verbs(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 class VerbWithSettings(TyperCommand):

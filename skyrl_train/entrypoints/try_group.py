@@ -204,7 +204,8 @@ def show(
     console.print(Rule())
     for name, value in group.metrics.items():
         console.print(f"{name} {value:g}", markup=False, highlight=False)
-    console.print(Text.assemble(("sampled by the policy", SAMPLED), ", ", ("given to it", GIVEN)))
+    if console.color_system is not None:
+        console.print(Text.assemble(("sampled by the policy", SAMPLED), ", ", ("given to it", GIVEN)))
     for problem in problems(group):
         console.print(f"warning: {problem}", markup=False, highlight=False, soft_wrap=True)
 

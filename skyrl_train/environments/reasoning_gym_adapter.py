@@ -68,7 +68,8 @@ def reasoning_gym_environment(task: str, kwargs: Mapping[str, Any]) -> Environme
     name = f"reasoning_gym:{task}"
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError(
-            f"environment.env_class={name!r} needs a package that is not installed. Install it: pip install reasoning-gym"
+            f"environment.env_class={name!r} needs a package that is not installed. Install it: pip install reasoning-gym "
+            "(in a clone: ./uvw run --extra envs ...)"
         )
     with warnings.catch_warnings():
         # A dependency of reasoning-gym contains invalid comparisons, which a user can do nothing about.

@@ -97,9 +97,16 @@ def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         return gym_class(name, cls, kwargs)
     if name in installed_ids():
         return skyrl_gym_environment(name, kwargs)
+    # The data files and scripts of SkyRL name environments of skyrl-gym, such as gsm8k.
+    gym = (
+        ""
+        if installed_ids()
+        else " Environments of skyrl-gym are known once it is installed: pip install skyrl-gym (in a clone: ./uvw run --extra "
+        "envs ...)."
+    )
     raise ConfigError(
         f"environment.env_class={name!r} is unknown.{did_you_mean(name, known)} Give a registered name, an import path "
-        "(package.module:Class), skyrl_gym:<id>, reasoning_gym:<task> or verifiers:<name>."
+        f"(package.module:Class), skyrl_gym:<id>, reasoning_gym:<task> or verifiers:<name>.{gym}"
     )
 
 

@@ -35,7 +35,8 @@ def skyrl_gym_environment(env_id: str, kwargs: Mapping[str, Any]) -> Environment
     ids = installed_ids()
     if not ids:
         raise ConfigError(
-            f"environment.env_class='skyrl_gym:{env_id}' needs a package that is not installed. Install it: pip install skyrl-gym"
+            f"environment.env_class='skyrl_gym:{env_id}' needs a package that is not installed. Install it: pip install "
+            "skyrl-gym (in a clone: ./uvw run --extra envs ...)"
         )
     if env_id not in ids:
         raise ConfigError(

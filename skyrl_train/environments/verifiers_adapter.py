@@ -63,7 +63,10 @@ def _load(name: str, kwargs: str) -> Any:
     """Return the ``verifiers.Environment`` with the arguments ``kwargs``, a JSON object. Each process loads it once."""
     setting = f"environment.env_class='verifiers:{name}'"
     if importlib.util.find_spec("verifiers") is None:
-        raise ConfigError(f"{setting} needs a package that is not installed. Install it: pip install 'verifiers<0.4'")
+        raise ConfigError(
+            f"{setting} needs a package that is not installed. Install it: pip install 'verifiers<0.4' (in a clone: ./uvw run "
+            "--extra verifiers ...)"
+        )
     import verifiers
 
     if importlib.util.find_spec("verifiers.envs") is None:

@@ -118,6 +118,11 @@ def test_42_of_the_46_settings_of_skyrls_script_for_fully_asynchronous_training(
     assert validate(migration.config).errors == []
 
 
+def test_each_setting_of_that_script_without_a_counterpart_has_a_reason_of_its_own() -> None:
+    reasons = [reason for _, reason in skyrl(**FULLY_ASYNC).without]
+    assert all(reasons) and "it has no counterpart" not in reasons
+
+
 def test_defaults_of_skyrl_are_kept_and_named() -> None:
     migration = skyrl("trainer.epochs=2")
     for key, value in migration.defaults:

@@ -20,6 +20,7 @@ from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.entrypoints.command_line import app, main
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.version import __version__
 
 ROOT = Path(__file__).parents[2]
 VERBS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
@@ -37,6 +38,11 @@ def test_help_of_the_command_and_of_each_verb_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.splitlines() == ["0 False", str([0] * len(VERBS)), "[]"]
     assert all(f" {verb} " in done.stdout for verb in VERBS)
+
+
+def test_the_command_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"skyrl-async {__version__}\n"
 
 
 def test_the_installed_command_and_the_module_are_the_same() -> None:

@@ -92,8 +92,14 @@ def test_without_the_package_the_message_has_the_command_that_installs_it(
     env_class: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=f"{env_class}.* Install it: pip install {package}$"):
+    with pytest.raises(ConfigError, match=f"{env_class}.* Install it: pip install {package} .*--extra envs"):
         factory(env_class)
+
+
+def test_without_skyrl_gym_its_ids_are_known_to_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"env_class='gsm8k' is unknown.* pip install skyrl-gym .*--extra envs"):
+        factory("gsm8k")
 
 
 @pytest.mark.parametrize("task", ["list_functions", "pool_matrix"])  # draw from the generators of random and numpy

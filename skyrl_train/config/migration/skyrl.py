@@ -686,9 +686,9 @@ _SETTINGS: list[Setting] = [
     *without("prefill and decoding share an engine", f"{_ENGINE}.enable_pd", f"{_ENGINE}.num_prefill"),
     *without("routing of experts is not replayed", f"{_ENGINE}.enable_return_routed_experts"),
     *without("requests name the model `policy`", f"{_ENGINE}.served_model_name"),
+    *without("every engine is asynchronous", f"{_ENGINE}.async_engine"),
     *without(
         "it has no counterpart",
-        f"{_ENGINE}.async_engine",
         f"{_ENGINE}.weight_transfer_threshold_cuda_ipc_GB",
         f"{_ENGINE}.vllm_v1_disable_multiproc",
         f"{_ENGINE}.enable_ray_prometheus_stats",

@@ -246,7 +246,10 @@ class ChatRenderer:
 
         if tools and "tools" not in self._template and not self._warned_of_tools:
             self._warned_of_tools = True
-            logger.warning("The chat template of %r does not show tools to the model.", self._name)
+            logger.warning(
+                "The chat template of %r does not show tools to the model. generator.chat_template=FILE names another one.",
+                self._name,
+            )
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

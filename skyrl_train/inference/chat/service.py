@@ -201,7 +201,7 @@ class ChatService:
         if room < 1:
             raise RequestError(
                 f"The prompt has {prompt_tokens} tokens and leaves no room in a context of {context} tokens. Shorten "
-                "the conversation."
+                "the conversation, or raise the context: in a training run, generator.max_input_length."
             )
         wanted = max(request.max_tokens or 1, params.min_tokens)
         if wanted > room:

@@ -71,7 +71,8 @@ def tracker_factory(name: str) -> TrackerFactory:
         cls, package = _BUILT_IN[name]
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"trainer.trackers: {name} needs a package that is not installed. Install it: pip install {package}"
+                f"trainer.trackers: {name} needs a package that is not installed. Install it: pip install {package} "
+                f"(in a clone: ./uvw run --extra {name} ...)"
             )
         module = f"skyrl_train.observability.trackers.{name}_tracker"
         # Not now: these packages take seconds to import.
