@@ -86,7 +86,8 @@ def build_model_folder(build: BuildModelConfig, folder: Path, seed: int) -> None
         os.replace(unfinished, folder)
     except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"The model cannot be written to {str(folder)!r}: {error}. Make space there, or name a writable folder in trainer.runs_dir."
+            f"The model cannot be written to {str(folder)!r}: {error}. Make space there, or name a writable folder in "
+            "trainer.runs_dir."
         ) from error
 
 
