@@ -128,8 +128,11 @@ class EventLog:
             self._overflowed += 1
             self._sampler.give_up(name)
             return
-        group, sample = sample_of(session)
-        self.record(kind, session=session or "", group=group, sample=sample, **fields)
+        # Not through record(), which would copy the fields.
+        fields["kind"], fields["t"], fields["m"] = kind, time.time(), self.now()
+        fields["session"] = session or ""
+        fields["group"], fields["sample"] = sample_of(session)
+        self._put(fields)
 
     def take_over(self, details: Sequence[Detail]) -> None:
         """Record details of another process, from :meth:`CollectedEvents.take`, as far as they are wanted."""

@@ -80,7 +80,9 @@ class RequestTrace:
             stop_text = "cancelled" if kind in (asyncio.CancelledError, GeneratorExit) else "error"
         else:
             stop_text = str(stop)
-        kept = [request for request in self._requests if request.restarts == response.restarts]
+        kept = self._requests
+        if response.restarts:
+            kept = [request for request in kept if request.restarts == response.restarts]
         segments, seams = segments_of(kept, response.versions, self._pauses, now)
         self._events.detail(
             "request",
