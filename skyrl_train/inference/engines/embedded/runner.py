@@ -193,7 +193,7 @@ class CachedRunner(_Runner):
                 self._model.config.to_json_string(use_diff=False),
                 self._model.config._attn_implementation,
                 self._dtype,
-                tuple((name, type(module)) for name, module in self._model.named_modules()),
+                tuple((name, type(module), _numbers(module)) for name, module in self._model.named_modules()),
             )
             if architecture not in _graphs:
                 _graphs[architecture] = self._traced()
@@ -245,6 +245,16 @@ class CachedRunner(_Runner):
                 return runner._forward(token_ids, columns, position_ids, *masks)
 
         return forward_pass
+
+
+def _numbers(module: torch.nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return the numbers that a module keeps, such as the scale of an adapter: a graph has them as constants."""
+    kept = {}
+    for name, value in vars(module).items():
+        inner = list(value.values()) if isinstance(value, dict) else [value]
+        if inner and all(isinstance(each, int | float) for each in inner):
+            kept[name] = repr(value)
+    return tuple(kept.items())
 
 
 # Errors of a model's code that is not made for a cache, or not for graphs.
