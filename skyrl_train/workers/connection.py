@@ -238,7 +238,37 @@ class Peer:
             if state is not None:
                 # First in the batch, so that calls in it see the state of their sender.
                 messages.insert(0, PeerState(state))
+            self._transmit_apart(messages)
+
+    def _transmit_apart(self, messages: list[Message]) -> None:
+        """Send a batch. A message that cannot be pickled fails its own call, and the others go on."""
+        try:
             self._transmit(messages)
+        except Exception as error:  # objects of the user raise anything when they are pickled
+            if len(messages) > 1:
+                for message in messages:
+                    self._transmit_apart([message])
+            else:
+                self._refuse(messages[0], error)
+
+    def _refuse(self, message: Message, error: Exception) -> None:
+        """End the call of a message that cannot be sent."""
+        match message:
+            case Call():
+                waiting = self.pending.get(message.id)
+                if isinstance(waiting, asyncio.Queue):
+                    waiting.put_nowait(error)
+                elif waiting is not None and not waiting.done():
+                    waiting.set_exception(error)
+            case Item() | Result():
+                # Without the entry, the end of a task that still runs sends no second answer.
+                if (running := self.running.pop(message.id, None)) is not None:
+                    running.cancel()
+                self._transmit([Failure.of(message.id, error)])
+            case PeerState():
+                self._transmit([LastWords(f"its state cannot be sent: {error!r}")])
+            case _:
+                raise error
 
     # Serving the other end --------------------------------------------------------------------------------------------
 

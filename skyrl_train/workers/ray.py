@@ -7,7 +7,6 @@ Nothing here blocks the event loop: object references are awaited, and the calls
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import socket
@@ -167,7 +166,7 @@ class RayLink(_ActorLink):
         super().__init__(placement)
         self._hosted = hosted
         self._stop_timeout_s = stop_timeout_s
-        self._numbers = itertools.count()
+        self._sent = 0  # batches; a batch that cannot be pickled has no number
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
@@ -196,7 +195,8 @@ class RayLink(_ActorLink):
 
     def send(self, messages: list[Message]) -> None:
         if self._actor is not None:
-            self._actor.deliver.remote(next(self._numbers), messages)
+            self._actor.deliver.remote(self._sent, messages)
+            self._sent += 1
 
     async def stop(self, graceful: bool) -> None:
         actor, self._actor = self._actor, None

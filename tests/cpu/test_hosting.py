@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from scripted import settle
 
-from skyrl_train.errors import EngineDeadError, EngineError, RequestError
-from skyrl_train.workers.connection import OnGone, OnMessages, StartError, WorkerConnection, WorkerLink
+from skyrl_train.errors import EngineDeadError, EngineError, RequestError, SkyRLError
+from skyrl_train.workers.connection import OnGone, OnMessages, Peer, StartError, WorkerConnection, WorkerLink
 from skyrl_train.workers.host import ActorHost, Hosted
 from skyrl_train.workers.messages import LastWords, Message
 
@@ -167,6 +167,41 @@ async def test_streams_yield_items_in_order_and_are_closed_at_both_ends() -> Non
         assert hosted.cleaned_up == ["count", "count"]
         with pytest.raises(RequestError):
             await anext(connection.stream("fail", RequestError("no")))
+
+
+async def test_a_message_that_cannot_be_pickled_fails_its_own_call_and_the_others_go_on() -> None:
+    class Served:
+        async def echo(self, value: Any) -> Any:
+            return value
+
+        async def make(self) -> Any:
+            return lambda: 0
+
+        async def items(self) -> AsyncGenerator[Any, None]:
+            yield 1
+            yield lambda: 0
+            await asyncio.Event().wait()  # never set
+
+    ends: dict[str, Peer] = {}
+
+    def to(end: str) -> Callable[[list[Message]], None]:
+        return lambda messages: ends[end].deliver(pickle.loads(pickle.dumps(messages)))
+
+    driver = ends["driver"] = Peer(to("host"))
+    host = ends["host"] = Peer(to("driver"), Served())
+    calls = [driver.call("echo", 1), driver.call("echo", lambda: 0), driver.call("make"), driver.call("echo", 2)]
+    first, not_sent, not_returned, last = await asyncio.gather(*calls, return_exceptions=True)
+    assert (first, last) == (1, 2)
+    assert isinstance(not_sent, AttributeError | pickle.PicklingError)
+    assert isinstance(not_returned, SkyRLError) and "pickle" in str(not_returned)
+    stream = driver.stream("items")
+    assert await anext(stream) == 1
+    with pytest.raises(SkyRLError, match="pickle"):
+        await anext(stream)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        await anext(driver.stream("items", lambda: 0))
+    await settle()
+    assert not driver.pending and not host.running
 
 
 async def test_a_cancelled_call_is_cancelled_in_the_object() -> None:
