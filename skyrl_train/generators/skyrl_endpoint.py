@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from skyrl_train.endpoint.server.app import create_app
@@ -27,6 +29,8 @@ from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import EngineCapabilities, SamplingParams
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
 from skyrl_train.types import GrammarSpan
+
+logger = logging.getLogger(__name__)
 
 KEPT_PROMPTS = 256
 
@@ -192,7 +196,8 @@ class AgentEndpoint:
             self._server = EndpointServer(app)
             self._server.bind()
             if self._loop is not None:
-                asyncio.run_coroutine_threadsafe(self._server.start(), self._loop)
+                starting = asyncio.run_coroutine_threadsafe(self._server.start(), self._loop)
+                starting.add_done_callback(_report_failure)
         return self._server.bind().removesuffix("/v1")
 
     async def start(self) -> None:
@@ -271,6 +276,11 @@ class AgentEndpoint:
         for call in self.calls:
             if call.sampling == run:
                 call.add(prompt, digest, request.session_id, kept)
+
+
+def _report_failure(starting: Future[str]) -> None:
+    if not starting.cancelled() and (error := starting.exception()) is not None:
+        logger.error("the endpoint for agents cannot serve; their requests will fail: %s", error, exc_info=error)
 
 
 def _digest(prompt: bytes) -> bytes:

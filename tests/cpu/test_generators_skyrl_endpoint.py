@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,12 @@ import openai
 import pytest
 from harness import TOKENIZER
 from harness_worlds import batch
-from scripted import ScriptedEngine, hashed_token, scripted_update
+from scripted import ScriptedEngine, hashed_token, scripted_update, settle
 
 from skyrl_train.build.checks import check_import_paths
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, SamplingConfig
+from skyrl_train.endpoint.server.server import EndpointServer
 from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.errors import ConfigError, RolloutError
 from skyrl_train.generators.construction import GeneratorSpec
@@ -177,6 +179,21 @@ async def test_a_request_belongs_to_the_running_calls_whose_settings_it_asks_for
     with pytest.raises(RolloutError, match="with and without a grammar"):
         right.check_shared()
     await client.teardown()
+
+
+async def test_an_endpoint_that_cannot_serve_when_its_url_is_asked_for_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def start(self: EndpointServer) -> str:
+        raise OSError("no file descriptors are left")
+
+    monkeypatch.setattr(EndpointServer, "start", start)
+    endpoint = AgentEndpoint(InferenceEngineClient([ScriptedEngine()], TOKENIZER), ServerSettings(open=True))
+    await endpoint.start()
+    await asyncio.to_thread(endpoint.url)
+    await settle()
+    await endpoint.aclose()
+    assert "no file descriptors are left" in caplog.text
 
 
 def test_a_wrong_setting_of_the_endpoint_is_told_before_models_are_loaded() -> None:
