@@ -7,9 +7,13 @@ token for token, the rewards, and the traceback of code that fails. It takes sec
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +28,13 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.generation import started_generation, without_trainer
 from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
+from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.observability.failures import user_frame
 from skyrl_train.observability.screen import visible
 from skyrl_train.rollout.data.dataset import check_template
 from skyrl_train.rollout.data.loader import build_loader
-from skyrl_train.runtime.watchdog import BLOCKED_S, LoopMonitor
+from skyrl_train.runtime.watchdog import BLOCKED_S, LoopMonitor, Watchdog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +43,9 @@ if TYPE_CHECKING:
     from skyrl_train.types import RolloutGroup, RolloutSequence
 
 SAMPLED, GIVEN = "bold green", "dim"  # styles of tokens with loss mask 1 and 0
+QUIET_S = 20.0  # without a result, before the place of the user's code is shown
+STOP_LIMIT_S = 2.0  # for an event loop that a call blocks, after Ctrl-C
+INTERRUPTED = 130  # exit code
 
 
 def try_group(
@@ -59,6 +68,7 @@ def try_group(
 
     Raises:
         SkyRLError: a setting or an input cannot work, or the group failed; then the traceback of the code that failed is printed.
+        SystemExit: Ctrl-C has stopped the group.
     """
     console = Console()
     forget_files()
@@ -71,6 +81,8 @@ def try_group(
             record, group, tokenizer = asyncio.run(
                 generate_group(inputs, Path(folder) / "model", console, prompt, samples)
             )
+    except asyncio.CancelledError:
+        raise SystemExit(INTERRUPTED) from None
     except SkyRLError as error:
         cause = error.__cause__
         while cause is not None and cause.__cause__ is not None:
@@ -156,15 +168,51 @@ async def generate_group(
                 seed=config.trainer.seed,
                 stages=StagePipeline(generation.rewards),
             )
-            record = loader.source.record(index)
-
-            def say(message: str) -> None:
-                console.print(message, markup=False, highlight=False, soft_wrap=True)
-
-            with LoopMonitor(BLOCKED_S, say):
-                return record, await group_generator.run(index), generation.tokenizer
+            with watched(console):
+                return loader.source.record(index), await group_generator.run(index), generation.tokenizer
         finally:
             await loader.source.aclose()
+
+
+@contextmanager
+def watched(console: Console) -> Iterator[None]:
+    """Print where the user's code is if the block takes long, and when Ctrl-C cancels the task that runs it."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None, "the block runs in a task"
+
+    def say(message: str) -> None:
+        console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def stop() -> None:
+        say("\n  ".join(["Interrupted.", *places_of_user_code()]))
+        task.cancel()
+
+    watchdog = Watchdog(QUIET_S, loop.time, places_of_user_code, say)
+    with LoopMonitor(BLOCKED_S, say), StopSignals(stop, lambda: None, limit_s=STOP_LIMIT_S):
+        watchdog.start()
+        try:
+            yield
+        finally:
+            watchdog.stop()
+
+
+def places_of_user_code() -> list[str]:
+    """Return a line for each place where code of the user's is under way or waits, in the tasks of the event loop and in other
+    threads. Call it on the event loop."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    stacks = [traceback.extract_stack(frame) for frame in frames.values()]
+    for task in asyncio.all_tasks():
+        calls = []
+        awaited: object = task.get_coro()
+        while (frame := getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)) is not None:
+            calls.append((frame, frame.f_lineno))
+            awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+        stacks.append(traceback.StackSummary.extract(calls))
+    places = Counter(user_frame("".join(stack.format()), own_only=True) for stack in stacks)
+    del places[""]
+    lines = [f"your code is at {place}{f', {count} times' if count > 1 else ''}" for place, count in places.items()]
+    return lines or ["none of your code is under way: an engine samples, or an agent's program runs"]
 
 
 def show(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.entrypoints.command_line import main
-from skyrl_train.entrypoints.try_group import problems, visible
+from skyrl_train.entrypoints.try_group import INTERRUPTED, places_of_user_code, problems, visible
 from skyrl_train.environments.base import Environment, EnvironmentStep, PromptRecord
+from skyrl_train.runtime.concurrency import gather_or_cancel
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
 HERE = __name__
@@ -61,6 +64,17 @@ class Blocks(Breaks):
         return {"observations": [], "reward": 1.0, "done": True}
 
 
+class Waits(Breaks):
+    """Waits in a thread until the run is interrupted."""
+
+    is_blocking = True
+    interrupted = threading.Event()
+
+    def step(self, action: str) -> EnvironmentStep:
+        assert self.interrupted.wait(300)
+        return {"observations": [], "reward": 1.0, "done": True}
+
+
 def sequence(mask: list[int], rewards: list[float] | None = None, stop_reason: str = "stop") -> RolloutSequence:
     length = len(mask)
     numbers: dict[str, Any] = {"logprobs": [0.0] * length, "versions": [0] * length}
@@ -88,6 +102,44 @@ def test_a_call_that_stops_the_event_loop_is_named(
     assert main(["try", *TINY, f"environment.env_class={HERE}:Blocks", "--samples=1"]) == 0
     shown = capsys.readouterr().out
     assert "a blocking call has stopped the event loop" in shown and "test_entrypoint_try_group.py" in shown
+
+
+def test_code_that_waits_is_named_and_ctrl_c_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("skyrl_train.entrypoints.try_group.QUIET_S", 0.05)
+    printed = Console.print
+
+    def see(self: Console, *shown: Any, **options: Any) -> None:
+        printed(self, *shown, **options)
+        if "in step" in str(shown):
+            if "Interrupted" in str(shown):
+                Waits.interrupted.set()
+            elif not Waits.interrupted.is_set():
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Console, "print", see)
+    assert main(["try", *TINY, f"environment.env_class={HERE}:Waits", "--samples=2"]) == INTERRUPTED
+    shown = capsys.readouterr().out
+    assert "no group and no step has ended" in shown and "test_entrypoint_try_group.py" in shown
+    assert "in step, 2 times" in shown.split("Interrupted.")[1]
+
+
+async def test_places_of_user_code_are_those_of_tasks_that_wait_below_library_code() -> None:
+    started = asyncio.Event()
+
+    async def user() -> None:
+        started.set()
+        await asyncio.wait_for(asyncio.Event().wait(), None)  # never set
+
+    tasks = [asyncio.create_task(gather_or_cancel([user()])) for _ in range(2)]
+    waiting = asyncio.create_task(started.wait())
+    await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    places = places_of_user_code()
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait([waiting, *tasks])
+    assert any(place.endswith("in user, 2 times") for place in places), places
 
 
 def test_a_group_is_shown_and_nothing_is_written(
