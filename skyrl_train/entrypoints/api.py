@@ -22,7 +22,7 @@ from rich.console import Console
 
 from skyrl_train.config.compose import compose, with_overrides
 from skyrl_train.config.import_path import forget_files, import_path_of
-from skyrl_train.config.keys import in_free_section, meant_setting, nearest
+from skyrl_train.config.keys import in_free_section, known_keys, meant_setting, nearest
 from skyrl_train.config.schema import EnvironmentConfig, RunConfig
 from skyrl_train.entrypoints.inputs import RunInputs, load_inputs, print_warnings
 from skyrl_train.entrypoints.run import RunResult, StopRequest
@@ -47,6 +47,8 @@ Overrides = Sequence[str] | Mapping[str, Any]
 _ARGUMENTS_ELSEWHERE = {
     "reward_funcs": "reward_fn",
     "train_dataset": "dataset",
+    "data": "dataset",
+    "eval_data": "eval_dataset",
     "processing_class": "tokenizer",
     "args": "overrides",
 }
@@ -165,7 +167,11 @@ def train(
 def _unknown_argument(argument: str) -> ConfigError:
     arguments = list(inspect.signature(train).parameters)[:-1]
     remedy = "Settings are given in overrides."
-    if other := _ARGUMENTS_ELSEWHERE.get(argument) or nearest(argument, arguments):
+    exact = [key for key in known_keys() if key.rpartition(".")[2] == argument]
+    other = _ARGUMENTS_ELSEWHERE.get(argument)
+    if other is None and not exact:  # not "model" for mode
+        other = nearest(argument, arguments)
+    if other is not None:
         remedy = f"Did you mean {other}?"
     elif setting := meant_setting(argument):
         remedy = f"Settings are given in overrides: train(..., overrides={{{setting!r}: ...}})."

@@ -135,9 +135,10 @@ def test_defaults_of_skyrl_are_kept_and_named() -> None:
     assert "trainer.epochs" not in kept and "trainer.algorithm.gamma" not in kept, "given, and the same here"
 
 
-def test_our_names_in_a_file_win_over_the_defaults_of_skyrl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("theirs", ["", ", strategy: fsdp"])
+def test_our_names_in_a_file_win_over_the_settings_of_skyrl(tmp_path: Path, theirs: str) -> None:
     file = tmp_path / "theirs.yaml"
-    file.write_text("trainer: {device: cpu}\nrollout: {stages: {reference: {device: 'cuda:1'}}}\n")
+    file.write_text(f"trainer: {{device: cpu{theirs}}}\nrollout: {{stages: {{reference: {{device: 'cuda:1'}}}}}}\n")
     migration = skyrl(str(file))
     assert migration.config.trainer.device == "cpu"
     assert migration.config.rollout.stages.reference.device == "cuda:1"

@@ -124,7 +124,7 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
             holds = "true or false" if isinstance(numbers[0], bool) else "a number"
             raise ConfigError(f"{name}={_text(value)} (in {table.title}'s settings) must be {holds}.")
 
-    named_here = set(settings)  # by our names in the file: they win over a default of the other library
+    named_here = set(settings)  # by our names in the file: they win over what follows from theirs
     default = RunConfig()
     theirs = {row.name: row.default for row in table.settings if row.default is not UNSET} | given
     mapped, kept = [], {}
@@ -143,10 +143,12 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
             key = str(row.here)
             if key.endswith(".*"):
                 key = key[:-1] + name.removeprefix(row.name[:-1])
+            if key in named_here:
+                if name in given:
+                    mapped.append((name, value, key, UNSET))
+                continue
             if name in given:
                 mapped.append((name, value, key, ours_value))
-            elif key in named_here:
-                continue
             elif ours_value is not UNSET and ours_value != _default(default, key):
                 kept[key] = ours_value
             if ours_value is not UNSET:
