@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from skyrl_train.config import derive
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
+from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.runtime.concurrency import close_all
 
 if TYPE_CHECKING:
@@ -49,11 +50,14 @@ def without_trainer(config: RunConfig) -> RunConfig:
 
 
 @asynccontextmanager
-async def started_generation(config: RunConfig, plan: Plan, model_path: str) -> AsyncIterator[StartedGenerator]:
+async def started_generation(
+    config: RunConfig, plan: Plan, model_path: str, events: EventLog = NO_EVENTS
+) -> AsyncIterator[StartedGenerator]:
     """Start engines with the weights of ``model_path`` as policy version 0; stop everything on leaving.
 
     Args:
         config: from :func:`without_trainer`.
+        events: takes what happens to requests, environments and agents.
 
     Raises:
         SkyRLError: the model cannot be used, or an engine or a stage failed.
@@ -68,7 +72,7 @@ async def started_generation(config: RunConfig, plan: Plan, model_path: str) -> 
 
     tokenizer = load_tokenizer(model_path, config.generator.chat_template)
     numbers = range(config.generator.inference_engine.num_engines)
-    client = build_client(config, plan, tokenizer, model_path, numbers)
+    client = build_client(config, plan, tokenizer, model_path, numbers, events=events)
     generator = build_generator(config, plan, client, tokenizer, model_path)
     transport = build_transport(config)
     # A failed attempt at a reward is the failure of its group here, so it is not reported apart.

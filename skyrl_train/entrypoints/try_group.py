@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.rule import Rule
@@ -30,6 +30,7 @@ from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, loa
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
+from skyrl_train.events.log import Detail, EventLog, sample_of
 from skyrl_train.observability.failures import user_frame
 from skyrl_train.observability.screen import visible
 from skyrl_train.rollout.data.dataset import check_template
@@ -46,6 +47,42 @@ SAMPLED, GIVEN = "bold green", "dim"  # styles of tokens with loss mask 1 and 0
 QUIET_S = 20.0  # without a result, before the place of the user's code is shown
 STOP_LIMIT_S = 2.0  # for an event loop that a call blocks, after Ctrl-C
 INTERRUPTED = 130  # exit code
+
+
+class Calls(EventLog):
+    """The requests, tool calls and slow environment calls of a group's samples, in the order of their ends."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._details: list[Detail] = []
+
+    def wants(self, session: str | None) -> bool:
+        return True
+
+    def detail(self, kind: str, session: str | None, **fields: Any) -> None:
+        self._details.append((kind, session, fields))
+
+    def lines(self, sample: int | None = None) -> list[str]:
+        """Return a line for each call of ``sample``, counted from 0; None: of all samples, which the lines then name."""
+        lines = []
+        for kind, session, fields in self._details:
+            _, number = sample_of(session)
+            if sample not in (None, number):
+                continue
+            match kind:
+                case "request":
+                    sampled = sum(tokens for _, tokens, *_ in fields["segments"])
+                    seconds = fields["t_end"] - fields["t_submit"]
+                    call = f"request: {fields['prompt_tokens']} prompt tokens, {sampled} sampled, ended by {fields['stop']}"
+                case "tool":
+                    seconds, call = fields["t1"] - fields["t0"], f"tool calls: {', '.join(fields['names'])}"
+                case "environment":
+                    seconds, call = fields["t1"] - fields["t0"], f"environment {fields['name']}: {fields['call']}"
+                case _:
+                    continue
+            of = "" if sample is not None or number is None else f"sample {number + 1}, "
+            lines.append(visible(f"{of}{call}, {seconds:.3f} s"))
+        return lines
 
 
 def try_group(
@@ -76,10 +113,11 @@ def try_group(
     check_implementations(config)
     inputs = load_inputs(config)
     print_warnings(inputs, console, strict=False)
+    calls = Calls()
     try:
         with tempfile.TemporaryDirectory() as folder:
             record, group, tokenizer = asyncio.run(
-                generate_group(inputs, Path(folder) / "model", console, prompt, samples)
+                generate_group(inputs, Path(folder) / "model", console, calls, prompt, samples)
             )
     except asyncio.CancelledError:
         raise SystemExit(INTERRUPTED) from None
@@ -90,9 +128,10 @@ def try_group(
         if cause is not None and not isinstance(error, ConfigError | DataError | ModelError):
             # The code that failed is at the end of the chain; what passed its error on would only hide it.
             trace = "".join(traceback.format_exception(cause, chain=False))
+            console.print(*calls.lines(), sep="\n", markup=False, highlight=False, soft_wrap=True)
             console.print(trace, markup=False, highlight=False, soft_wrap=True)
         raise
-    show(console, record, group, tokenizer, tokens=tokens)
+    show(console, record, group, tokenizer, calls, tokens=tokens)
 
 
 def for_one_group(config: RunConfig, samples: int | None) -> RunConfig:
@@ -121,12 +160,13 @@ def for_one_group(config: RunConfig, samples: int | None) -> RunConfig:
 
 
 async def generate_group(
-    inputs: RunInputs, folder: Path, console: Console, prompt: int, samples: int | None
+    inputs: RunInputs, folder: Path, console: Console, calls: Calls, prompt: int, samples: int | None
 ) -> tuple[PromptRecord, RolloutGroup, PreTrainedTokenizerBase]:
     """Start an engine with the run's initial weights, generate the group of one prompt, and stop the engine.
 
     Args:
         folder: for the model, if the recipe builds one.
+        calls: takes the calls of the samples.
         prompt: the prompt's place in the order of the run, from 0.
         samples: of the prompt; None: as the recipe says.
 
@@ -145,7 +185,7 @@ async def generate_group(
     changed = asyncio.Event()
     loader = build_loader(inputs.dataset, config.data, config.trainer.seed)
     console.print("Starting: model, engine.", highlight=False)
-    async with started_generation(config, inputs.plan, model_path) as generation:
+    async with started_generation(config, inputs.plan, model_path, calls) as generation:
         check_template(inputs.dataset, generation.tokenizer)
         try:
             await loader.source.start(changed.set)
@@ -220,10 +260,11 @@ def show(
     record: PromptRecord,
     group: RolloutGroup,
     tokenizer: PreTrainedTokenizerBase,
+    calls: Calls,
     *,
     tokens: bool,
 ) -> None:
-    """Print a group: its data row, each sample as the model saw it, its metrics, and what would keep it from teaching.
+    """Print a group: its data row, each sample's calls and what the model saw, its metrics, and what would keep it from teaching.
 
     Args:
         tokens: also print a table with a line for each token of each response.
@@ -236,6 +277,8 @@ def show(
     for number, sample in enumerate(group.samples, 1):
         title = f"sample {number} of {len(group.samples)}: reward {sample.reward:g}"
         console.print(Rule(Text(title), align="left"))
+        for line in calls.lines(number - 1):
+            console.print(Text(line, style="italic"), soft_wrap=True)
         for branch, sequence in enumerate(sample.sequences, 1):
             which = f"sequence {branch} of {len(sample.sequences)}, " if len(sample.sequences) > 1 else ""
             sampled, given = sequence.num_sampled, sequence.num_response_tokens - sequence.num_sampled

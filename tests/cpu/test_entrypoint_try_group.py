@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from skyrl_train.entrypoints.command_line import main
-from skyrl_train.entrypoints.try_group import INTERRUPTED, places_of_user_code, problems, visible
+from skyrl_train.entrypoints.try_group import INTERRUPTED, Calls, places_of_user_code, problems, visible
 from skyrl_train.environments.base import Environment, EnvironmentStep, PromptRecord
 from skyrl_train.runtime.concurrency import gather_or_cancel
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
@@ -112,7 +112,7 @@ def test_code_that_waits_is_named_and_ctrl_c_ends_the_group(
 
     def see(self: Console, *shown: Any, **options: Any) -> None:
         printed(self, *shown, **options)
-        if "in step" in str(shown):
+        if "in step, 2 times" in str(shown):  # at first, only one sample may have come there
             if "Interrupted" in str(shown):
                 Waits.interrupted.set()
             elif not Waits.interrupted.is_set():
@@ -154,6 +154,7 @@ def test_a_group_is_shown_and_nothing_is_written(
     assert "prompt 'row 1'" in shown and "answer: a1" in shown
     assert "sample 2 of 2: reward 0.5" in shown
     assert "aaa" in shown, "what the environment answered"
+    assert shown.count("request: ") == 4, "two turns of two samples"
     assert "log-prob" in shown and "given" in shown
     assert "all samples have the same reward" in shown
     assert [file.name for file in tmp_path.iterdir()] == ["data.jsonl"]
@@ -164,8 +165,23 @@ def test_code_that_fails_is_shown_with_its_traceback(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr()
     assert f'{Path(__file__).name}", line ' in shown.out
     assert "KeyError: 'no_such_column'" in shown.out
+    assert "sample 1, request: " in shown.out, "what came before"
     assert "The code that failed: " in shown.err and "skyrl-train try" not in shown.err, "which is what was done"
     assert shown.err.startswith("RolloutError: ")
+
+
+def test_calls_are_shown_in_the_order_of_their_ends_with_the_sample_that_made_them() -> None:
+    calls = Calls()
+    one = [0, 5, 1.0, 3.0, 0]
+    calls.detail("request", "p@0_1", prompt_tokens=3, segments=[one, one], stop="stop", t_submit=1.0, t_end=3.5)
+    calls.detail("tool", "p@0_1", names=["add", "\x1b[2Jsub"], t0=3.5, t1=4.0)
+    calls.detail("environment", "p@0_0", name="gsm8k", call="step", t0=1.0, t1=1.25, ok=True)
+    calls.detail("agent", "p@0_1", turns=1, t0=1.0, t1=5.0, ok=True)
+    assert calls.lines(1) == [
+        "request: 3 prompt tokens, 10 sampled, ended by stop, 2.500 s",
+        "tool calls: add, \\x1b[2Jsub, 0.500 s",
+    ]
+    assert calls.lines()[2] == "sample 1, environment gsm8k: step, 0.250 s"
 
 
 def test_one_sample_is_enough_to_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
