@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from driver_cost import DEPTH, workload
@@ -70,7 +69,10 @@ def counted(work: Workload, limit: int, native_s: float) -> None:
         subprocess.run(["callgrind_control", action, str(os.getpid())], check=True, stdout=subprocess.DEVNULL)
 
     slowdown = 1.0
-    clock: Callable[[], float] = lambda: time.monotonic() / slowdown  # noqa: E731
+
+    def clock() -> float:
+        return time.monotonic() / slowdown
+
     for recorded in COUNTED:
         with tempfile.TemporaryDirectory() as name:
             control("--zero")

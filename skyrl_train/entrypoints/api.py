@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Overrides = Sequence[str] | Mapping[str, Any]
 
-# Arguments of TRL's trainers.
+# Arguments of TRL's trainers, and settings that have an argument.
 _ARGUMENTS_ELSEWHERE = {
     "reward_funcs": "reward_fn",
     "train_dataset": "dataset",

@@ -25,6 +25,7 @@ from skyrl_train.runtime.watchdog import blocking_call
 
 logger = logging.getLogger(__name__)
 
+INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SIGNAL_S = 0.5  # one Ctrl-C may arrive twice: from the terminal, and from a launcher that forwards it
 LISTEN_LIMIT_S = 60.0

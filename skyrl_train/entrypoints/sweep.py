@@ -27,7 +27,7 @@ from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.entrypoints.inputs import check_implementations, load_inputs
 from skyrl_train.entrypoints.settings import read_settings
-from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
+from skyrl_train.entrypoints.stop_signals import INTERRUPTED, sigterm_as_ctrl_c
 from skyrl_train.entrypoints.train import NOTHING_LEARNED, program
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run import load_run
@@ -35,7 +35,7 @@ from skyrl_train.observability.run_folder import CONFIG, FINISHED, has_begun, re
 from skyrl_train.observability.screen import RunSummary
 
 MAX_NAME = 200  # bytes of a folder's name, below the 255 that file systems allow
-INTERRUPTED = (130, -signal.SIGINT)  # exit codes of a run that Ctrl-C reached before training began
+_INTERRUPTED = (INTERRUPTED, -signal.SIGINT)  # exit codes of a run that Ctrl-C reached before training began
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def sweep(
         code = process.wait()
         if (run.folder / FINISHED).is_file():
             state = "finished, nothing learned" if code == NOTHING_LEARNED else "finished"
-        elif code == 0 or (stopping.is_set() and code in INTERRUPTED):
+        elif code == 0 or (stopping.is_set() and code in _INTERRUPTED):
             state = "stopped"
         else:
             state = f"failed with exit code {code}"
@@ -167,7 +167,7 @@ def sweep(
     where = shlex.quote(str(folder))
     say(f"Compare them with: {program()} compare {where}; in a browser: {program()} page {where}")
     if stopping.is_set():
-        return 130
+        return INTERRUPTED
     return 1 if any(state.startswith("failed") for state in states) else 0
 
 

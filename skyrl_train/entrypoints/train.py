@@ -15,7 +15,7 @@ from skyrl_train.config.import_path import forget_files
 from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
 from skyrl_train.entrypoints.run import train
 from skyrl_train.entrypoints.settings import read_settings
-from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
+from skyrl_train.entrypoints.stop_signals import INTERRUPTED, sigterm_as_ctrl_c
 from skyrl_train.observability.advice import CONSTANT_STEPS
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import REPORT_HTML
@@ -45,7 +45,7 @@ def train_recipe(
             result = train(inputs, console, started=started)
     except KeyboardInterrupt:  # while starting up: once training runs, signals are handled
         Console(stderr=True).print("interrupted before training began; give the same command again")
-        return 130
+        return INTERRUPTED
     code = 0
     if result.was_finished:
         line = (

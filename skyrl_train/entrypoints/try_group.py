@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.rule import Rule
@@ -28,9 +28,9 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.entrypoints.generation import started_generation, without_trainer
 from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
-from skyrl_train.entrypoints.stop_signals import StopSignals
+from skyrl_train.entrypoints.stop_signals import INTERRUPTED, StopSignals
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
-from skyrl_train.events.log import Detail, EventLog, sample_of
+from skyrl_train.events.log import CollectedEvents, sample_of
 from skyrl_train.observability.failures import user_frame
 from skyrl_train.observability.screen import visible
 from skyrl_train.rollout.data.dataset import check_template
@@ -46,26 +46,15 @@ if TYPE_CHECKING:
 SAMPLED, GIVEN = "bold green", "dim"  # styles of tokens with loss mask 1 and 0
 QUIET_S = 20.0  # without a result, before the place of the user's code is shown
 STOP_LIMIT_S = 2.0  # for an event loop that a call blocks, after Ctrl-C
-INTERRUPTED = 130  # exit code
 
 
-class Calls(EventLog):
+class Calls(CollectedEvents):
     """The requests, tool calls and slow environment calls of a group's samples, in the order of their ends."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self._details: list[Detail] = []
-
-    def wants(self, session: str | None) -> bool:
-        return True
-
-    def detail(self, kind: str, session: str | None, **fields: Any) -> None:
-        self._details.append((kind, session, fields))
 
     def lines(self, sample: int | None = None) -> list[str]:
         """Return a line for each call of ``sample``, counted from 0; None: of all samples, which the lines then name."""
         lines = []
-        for kind, session, fields in self._details:
+        for kind, session, fields in self.collected:
             _, number = sample_of(session)
             if sample not in (None, number):
                 continue
@@ -128,8 +117,8 @@ def try_group(
         if cause is not None and not isinstance(error, ConfigError | DataError | ModelError):
             # The code that failed is at the end of the chain; what passed its error on would only hide it.
             trace = "".join(traceback.format_exception(cause, chain=False))
-            console.print(*calls.lines(), sep="\n", markup=False, highlight=False, soft_wrap=True)
-            console.print(trace, markup=False, highlight=False, soft_wrap=True)
+            for text in (*calls.lines(), trace):
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
         raise
     show(console, record, group, tokenizer, calls, tokens=tokens)
 

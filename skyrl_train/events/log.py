@@ -263,22 +263,25 @@ class CollectedEvents(EventLog):
     """Collects the details that happen in a process without a run folder, for the process that has it.
 
     The clocks of two machines differ: times travel as seconds before they are taken.
+
+    Attributes:
+        collected: the latest details that have not been taken, with times of this process's clock.
     """
 
     def __init__(self) -> None:
         super().__init__(None)
-        self._collected: deque[Detail] = deque(maxlen=_COLLECTED)
+        self.collected: deque[Detail] = deque(maxlen=_COLLECTED)
 
     def wants(self, session: str | None) -> bool:
         return True  # the other process decides
 
     def detail(self, kind: str, session: str | None, **fields: Any) -> None:
-        self._collected.append((kind, session, fields))
+        self.collected.append((kind, session, fields))
 
     def take(self) -> list[Detail]:
         """Return the details since the last call."""
-        now, collected = self.now(), list(self._collected)
-        self._collected.clear()
+        now, collected = self.now(), list(self.collected)
+        self.collected.clear()
         return [
             (kind, session, fields | {name: now - fields[name] for name in _TIMES})
             for kind, session, fields in collected

@@ -241,7 +241,7 @@ class Peer:
             self._transmit_apart(messages)
 
     def _transmit_apart(self, messages: list[Message]) -> None:
-        """Send a batch. A message that cannot be pickled fails its own call, and the others go on."""
+        """Send a batch. If a message cannot be pickled, only its own call fails, and the other messages are sent."""
         try:
             self._transmit(messages)
         except Exception as error:  # objects of the user raise anything when they are pickled

@@ -108,6 +108,9 @@ def test_code_that_waits_is_named_and_ctrl_c_ends_the_group(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("skyrl_train.entrypoints.try_group.QUIET_S", 0.05)
+    monkeypatch.setattr(
+        "skyrl_train.entrypoints.try_group.STOP_LIMIT_S", 600.0
+    )  # the loop of a busy machine answers late
     printed = Console.print
 
     def see(self: Console, *shown: Any, **options: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +117,12 @@ def _biases(bits: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return torch.from_numpy(_BIASES.take(bits, axis=0).reshape(len(bits), -1))
     # The bits are copied to the device, not the 32 times larger numbers.
-    return torch.from_numpy(_BIASES).to(device)[torch.from_numpy(bits).to(device).int()].flatten(1)
+    return _biases_on(device)[torch.from_numpy(bits).to(device).int()].flatten(1)
+
+
+@lru_cache
+def _biases_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_BIASES).to(device)  # once, not in each step: the copy waits for the device
 
 
 def _adjust(logits: torch.Tensor, row: AdjustedRow) -> None:
