@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from skyrl_train.errors import ConfigError, SkyRLError
 
 WIDTH = 120  # columns of the tables where there is no terminal
+AXES = {"step": "step", "time": "elapsed", "tokens": "tokens"}  # choice of --by: axis of a comparison
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Runs, or folders of runs.")],
+    by: Annotated[
+        Literal["step", "time", "tokens"],
+        typer.Option(help="Whose rewards come first, within which all means are taken, and the axis of the curves."),
+    ] = "step",
     output: Annotated[Path, typer.Option(help="The HTML file with curves.")] = Path("compare.html"),
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> int:
@@ -42,22 +47,29 @@ def compare(
         low, high = at.get("low", math.nan), at.get("high", math.nan)
         return number(at.get("reward")) + (f"\n{number(low)} to {number(high)}" if math.isfinite(low) else "")
 
-    steps, elapsed, tokens = (comparison.at[axis] for axis in ("step", "elapsed", "tokens"))
+    titles = {
+        "step": lambda budget: f"{number(budget)} steps",
+        "elapsed": duration,
+        "tokens": lambda budget: f"{number(budget)} tokens",
+    }
+    chosen = AXES[by]
+    axes = [chosen, *(axis for axis in titles if axis != chosen)]
     figures = Table(box=None, pad_edge=False)
     figures.add_column("run", overflow="fold")
     for header in (
-        f"reward at\n{number(steps['budget'])} steps", f"reward at\n{duration(elapsed['budget'])}",
-        f"reward at\n{number(tokens['budget'])} tokens", "a step\ntakes", "sampled\ntokens/s", "slots\nidle", "lag",
-        "steps\nin all",
+        *(f"reward at\n{titles[axis](comparison.at[axis]['budget'])}" for axis in axes),
+        "a step\ntakes", "sampled\ntokens/s", "slots\nidle", "lag", f"{'steps' if by == 'step' else by}\nin all",
     ):  # fmt: skip
         figures.add_column(header, justify="right", no_wrap=True)
-    for name, *at, reached in zip(names, steps["runs"], elapsed["runs"], tokens["runs"], steps["reached"], strict=True):
+    budgets = [comparison.at[axis]["runs"] for axis in axes]
+    for name, *at, reached in zip(names, *budgets, comparison.at[chosen]["reached"], strict=True):
         numbers = [
             shown(at[0].get("step_s"), "s"),
             number(at[0].get("sampled_per_s")),
             shown(at[0].get("idle"), "share"),
         ]
-        figures.add_row(name, *map(reward, at), *numbers, number(at[0].get("lag")), number(reached))
+        in_all = duration(reached) if by == "time" else number(reached)
+        figures.add_row(name, *map(reward, at), *numbers, number(at[0].get("lag")), in_all)
     settings = Table("setting", *names, box=None, pad_edge=False)
     for row in comparison.settings:
         settings.add_row(*(visible(text) for text in (row["key"], *map(setting_text, row["values"]))))
@@ -71,7 +83,7 @@ def compare(
     )
     console.print(settings if comparison.settings else "The settings are the same.")
     try:
-        replace_file(output, comparison_html(comparison))
+        replace_file(output, comparison_html(comparison, chosen))
     except SkyRLError as error:
         raise ConfigError(f"{error.__cause__ or error}. Name another file with --output.") from error
     console.print(f"\n{output}", soft_wrap=True)

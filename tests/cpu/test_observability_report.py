@@ -356,6 +356,27 @@ def test_runs_are_compared_at_equal_budgets(tmp_path: Path, capsys: pytest.Captu
     assert len(answers["metrics 1"]["step"]) == 60
 
 
+@pytest.mark.parametrize(
+    ("by", "axis", "figures", "in_all"),
+    [
+        ("step", "step", ["20", "steps", "0:40", "2000", "tokens"], ["20", "60"]),
+        ("time", "elapsed", ["0:40", "20", "steps", "2000", "tokens"], ["0:40", "2:00"]),
+        ("tokens", "tokens", ["2000", "tokens", "20", "steps", "0:40"], ["2000", "6000"]),
+    ],
+)
+def test_the_chosen_axis_comes_first_in_the_table_and_opens_the_file(
+    by: str, axis: str, figures: list[str], in_all: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs" / "a-1", [0.1] * 20)
+    write_run(tmp_path / "runs" / "a-2", [0.2] * 60)
+    output = tmp_path / "both.html"
+    assert main(["compare", str(tmp_path / "runs"), "--by", by, "--output", str(output)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert next(line for line in lines if line[:1] == ["run"])[1 : 1 + len(figures)] == figures
+    assert [line[-1] for line in lines if line[:1] in (["a-1"], ["a-2"])] == in_all
+    assert f"&quot;opens&quot;:&quot;{axis}&quot;" in output.read_text()
+
+
 @pytest.mark.parametrize("runs", [["a"], ["none"], ["a", "none"]])
 def test_a_comparison_needs_two_runs(tmp_path: Path, runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "a", [0.1])

@@ -56,14 +56,14 @@ def compare_runs(paths: Sequence[Path]) -> RunComparison:
     )
 
 
-def comparison_html(comparison: RunComparison) -> str:
-    """Return one HTML file with what the page shows of these runs."""
+def comparison_html(comparison: RunComparison, axis: str = "step") -> str:
+    """Return one HTML file with what the page shows of these runs. It opens on ``axis``: "step", "elapsed" or "tokens"."""
     rows = [{"title": name} for name in comparison.names]
     limit = CURVE_BYTES // max(1, len(rows))
     answers = {
-        f"compare {axis}": {"runs": rows, "at": at, "settings": comparison.settings}
-        for axis, at in comparison.at.items()
+        f"compare {name}": {"runs": rows, "at": at, "settings": comparison.settings}
+        for name, at in comparison.at.items()
     } | {f"metrics {index}": decimated(table, CURVES, limit) for index, table in enumerate(comparison.tables)}
-    properties = {"runs": [str(index) for index in range(len(rows))]}
+    properties = {"runs": [str(index) for index in range(len(rows))], "opens": axis}
     sections = [Section("", [Picture("comparison")])]
     return to_html(f"Comparison of {len(rows)} runs", sections, {"comparison": properties}, answers)

@@ -18,9 +18,9 @@ export function Compare({ query }) {
     <main><${Comparison} runs=${runs} link=${(run) => `#/run/${encodeURIComponent(run)}/overview`} /></main>`;
 }
 
-// `link`: the address of a run; without it, the names are no links.
-export function Comparison({ runs, link }) {
-  const [axis, setAxis] = useStored("compare.axis", "step"), [smooth, setSmooth] = useState(false), [range, setRange] = useState(null);
+// `link`: the address of a run; without it, the names are no links. `opens`: the axis to begin with; without it, the last choice.
+export function Comparison({ runs, link, opens }) {
+  const [axis, setAxis] = opens ? useState(opens) : useStored("compare.axis", "step"), [smooth, setSmooth] = useState(false), [range, setRange] = useState(null);
   useTheme();
   const key = runs.join("\n");
   const { data, error } = useAnswer(() => get("compare", { run: runs, axis }), `${key} ${axis}`, "");
