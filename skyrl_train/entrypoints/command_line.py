@@ -9,6 +9,7 @@ wrong; 3 a run has trained to its end, but every sample had the same reward; 130
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from typer.core import TyperCommand
 from skyrl_train.entrypoints.compare import compare
 from skyrl_train.entrypoints.export import export
 from skyrl_train.entrypoints.init import init
-from skyrl_train.entrypoints.page import page
+from skyrl_train.entrypoints.page import DEFAULT_PORT, page
 from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.serve import serve
 from skyrl_train.entrypoints.simulate import simulate
@@ -100,6 +101,16 @@ class VerbWithSettings(TyperCommand):
             index, text = next((index, text) for index, text in enumerate(given) if text.partition("=")[0] == option)
             value = text.partition("=")[2] or next(iter(given[index + 1 :]), "VALUE")
             raise ConfigError(f"{option} is no option. Settings are written without dashes: {meant}={value}") from error
+
+
+class TrainVerb(VerbWithSettings):
+    """``train``, whose option ``--page`` may stand without a port."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for index, word in enumerate(args):
+            if word == "--page" and not re.fullmatch(r":?\d+", next(iter(args[index + 1 :]), "")):
+                args = [*args[:index], f"--page=:{DEFAULT_PORT}", *args[index + 1 :]]
+        return super().parse_args(ctx, args)
 
 
 def _with_verb(words: Sequence[str]) -> typer.Typer:
@@ -228,10 +239,20 @@ def try_(
     return 0
 
 
-@app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)
+@app.command(cls=TrainVerb, rich_help_panel=TRAIN)
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the screens of `skyrl-train watch` in this terminal.")
+    ] = False,
+    page: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[:PORT]",
+            help=f"Serve the page of the run to this machine while it trains; without a port at {DEFAULT_PORT}.",
+        ),
+    ] = None,
     config_dir: ConfigDir = None,
     strict: Strict = False,
     library: Library = None,
@@ -239,7 +260,7 @@ def train(
     """Train a policy. The same command resumes a run that was stopped or killed."""
     from skyrl_train.entrypoints.train import train_recipe
 
-    return train_recipe(recipe, overrides or (), config_dir, strict=strict, library=library)
+    return train_recipe(recipe, overrides or (), config_dir, strict=strict, library=library, watch=watch, page=page)
 
 
 @app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from uvicorn import Server
 
 TOKEN_VARIABLE = "SKYRL_PAGE_TOKEN"
 DEFAULT_PORT = 7860
@@ -26,11 +29,9 @@ def page(
 
     An address of other machines needs a token: the one in SKYRL_PAGE_TOKEN, or else one that is made and printed.
     """
-    import uvicorn
     from rich.console import Console
 
     from skyrl_train.endpoint.server.settings import is_loopback
-    from skyrl_train.observability.page.app import create_page
     from skyrl_train.runtime.listening import bind
 
     if not runs_dir.is_dir():
@@ -40,15 +41,24 @@ def page(
         token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(host) else secrets.token_urlsafe(24))
         shown = f"{url}/?token={token}" if token else f"{url}/"
         Console().print(f"runs of {runs_dir} at {shown}", markup=False, highlight=False, soft_wrap=True)
-        config = uvicorn.Config(
-            create_page(runs_dir, token),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,  # streams to browsers never end by themselves
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        page_server(runs_dir, token).run(sockets=[listener])
     return 0
+
+
+def page_server(root: Path, token: str | None) -> Server:
+    """Return the server of the page of a folder of runs, or of one run; see :func:`create_page` for ``token``."""
+    import uvicorn
+
+    from skyrl_train.observability.page.app import create_page
+
+    config = uvicorn.Config(
+        create_page(root, token),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,  # streams to browsers never end by themselves
+    )
+    return uvicorn.Server(config)

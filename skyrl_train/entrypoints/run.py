@@ -30,6 +30,7 @@ from skyrl_train.build.processes import StartedProcesses, started_processes
 from skyrl_train.config.compare import changes
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.config.validate import raise_errors
+from skyrl_train.entrypoints.beside import Readers
 from skyrl_train.entrypoints.inputs import RunInputs, check_implementations
 from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.errors import ConfigError, RolloutError, SkyRLError, TrainingWorkerError
@@ -122,7 +123,11 @@ class StopRequest:
 
 
 def train(
-    inputs: RunInputs, console: Console, stop: StopRequest | None = None, started: float | None = None
+    inputs: RunInputs,
+    console: Console,
+    stop: StopRequest | None = None,
+    started: float | None = None,
+    readers: Readers | None = None,
 ) -> RunResult:
     """Train in the run folder that the configuration names or continues. Blocks until the run has ended.
 
@@ -131,6 +136,7 @@ def train(
     Args:
         stop: requests a stop from elsewhere.
         started: when the command began, on the monotonic clock; by default now.
+        readers: of the run, which begin when its folder exists.
 
     Raises:
         ConfigError: a run is under way in this process, this machine's memory cannot hold the training's state, or the run
@@ -173,6 +179,8 @@ def train(
         # The folder stays locked over all restarts.
         run_folder = stack.enter_context(closing(RunFolder(choice.path, config)))
         stack.enter_context(log_file(run_folder.logs / TRAINER_LOG))
+        if readers is not None:
+            readers.begin(run_folder.path)
         trackers = TrackerFeed(run_folder.path, config)
         stack.callback(trackers.close)  # after the report, which they get
         stack.callback(try_to_write_report, run_folder.path)
@@ -193,7 +201,9 @@ def train(
             finished, start_step = train_restarting(
                 lambda reporter, processes: run_loop(_train(inputs, run_folder, reporter, processes, request)),
                 config,
-                lambda: Reporter(config, run_folder, console, inputs.plan.total_steps, trackers),
+                lambda: Reporter(
+                    config, run_folder, console, inputs.plan.total_steps, trackers, readers and readers.url
+                ),
                 processes,
                 console,
                 request,

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from skyrl_train.config.compose import recipe_names
 from skyrl_train.config.import_path import forget_files
+from skyrl_train.entrypoints.beside import Readers
 from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
 from skyrl_train.entrypoints.run import train
 from skyrl_train.entrypoints.settings import read_settings
@@ -25,24 +26,34 @@ NOTHING_LEARNED = 3  # exit code
 
 
 def train_recipe(
-    recipe: str, overrides: Sequence[str], config_dir: Path | None, *, strict: bool, library: str | None = None
+    recipe: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    *,
+    strict: bool,
+    library: str | None = None,
+    watch: bool = False,
+    page: str | None = None,
 ) -> int:
     """Train, print alarms, whether it learned and what comes next, and return the exit code.
 
     Args:
+        watch, page: see :class:`skyrl_train.entrypoints.beside.Readers`.
         library: see :func:`skyrl_train.entrypoints.settings.read_settings`.
 
     Raises:
         SkyRLError: a setting or an input cannot work, or the run failed.
     """
     started = time.monotonic()
-    console = Console()
+    # Without a terminal, a run prints lines. They are held back while the screens have it.
+    console = Console(force_terminal=False if watch else None)
     forget_files()
     try:
+        readers = Readers(page=page, watch=watch)
         inputs = load_inputs(read_settings(recipe, overrides, config_dir, library, console, strict=strict))
         print_warnings(inputs, console, strict=strict)
-        with sigterm_as_ctrl_c():
-            result = train(inputs, console, started=started)
+        with sigterm_as_ctrl_c(), readers:
+            result = train(inputs, console, started=started, readers=readers)
     except KeyboardInterrupt:  # while starting up: once training runs, signals are handled
         Console(stderr=True).print("interrupted before training began; give the same command again")
         return INTERRUPTED
@@ -63,6 +74,7 @@ def train_recipe(
             code = NOTHING_LEARNED
         options = [*(["--strict"] if strict else []), *(["--config-dir", str(config_dir)] if config_dir else [])]
         options += ["--from", library] if library else []
+        options += [*(["--watch"] if watch else []), *(["--page", page] if page else [])]
         run_dir = None if result.finished else str(result.path)  # a finished run is repeated in another folder
         commands = {} if not result.summary.steps else {"Look at it": f"{program()} page {result.path.parent}"}
         if recipe in recipe_names() and result.finished:

@@ -35,6 +35,9 @@ FAILURE_WIDTH = 600  # characters; the end of a message has the remedy
 class Reporter:
     """Writes the steps of a run. Call ``begin`` first and ``close`` last.
 
+    Args:
+        page_url: of the page that shows the run, for the screen.
+
     Attributes:
         start_step: the step from which this process continues.
     """
@@ -46,12 +49,14 @@ class Reporter:
         console: Console,
         total_steps: int,
         trackers: TrackerFeed = NO_TRACKERS,
+        page_url: str | None = None,
     ) -> None:
         self._config = config
         self._folder = run_folder
         self._console = console
         self._total_steps = total_steps
         self._trackers = trackers
+        self._page_url = page_url
         self.start_step = 0
         self._failure_log = FailureLog(run_folder.logs)
         self._last_reason = ""  # of a failed attempt at a group
@@ -89,7 +94,7 @@ class Reporter:
             file.truncate_after(step)
         self._folder.samples.discard_after(step)
         self._metric_rows = edge_rows(list(read_jsonl(self._folder.metrics.path)))
-        title = f"{self._folder.path} ({self._config.trainer.mode})"
+        title = f"{self._folder.path} ({self._config.trainer.mode})" + (f" {self._page_url}" if self._page_url else "")
         self._view = make_view(self._console, self._total_steps, title, start_step=step)
         if step:
             self._view.note(f"resuming after step {step}")

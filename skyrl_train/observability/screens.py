@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -214,6 +215,44 @@ class RunScreens(App[None]):
         if not table.row_count:
             of = "evaluations" if evaluated else "training"
             self.query_one("#sample", Static).update(f"No samples of {of} are recorded yet.")
+
+
+class TrainingScreens(RunScreens):
+    """The screens in the terminal of the command that trains: Ctrl-C asks the run to stop, and a second one ends it at once.
+
+    Args:
+        stop: asks the run to stop after its step.
+
+    Attributes:
+        at_once: whether the reader asked a second time, and has left the screens therefore.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+c", "stop_run", "stop the run", priority=True)]
+
+    def __init__(self, watched: WatchedRun, poll_s: float, stop: Callable[[], object]) -> None:
+        super().__init__(watched, poll_s)
+        self._stop, self._asked, self._over = stop, False, False
+        self.at_once = False
+
+    def action_stop_run(self) -> None:
+        """Stop the run."""
+        if self._asked:
+            self.at_once = True
+            self.exit()
+        else:
+            self._asked = True
+            self.notify("stopping after this step; once more to stop at once", timeout=math.inf)
+            self._stop()
+
+    def leave(self) -> None:
+        """Leave the screens. Callable from any thread, at any time."""
+        self._over = True
+        if self.is_running:
+            self.call_from_thread(self.exit)
+
+    def on_ready(self) -> None:
+        if self._over:  # the run has ended meanwhile
+            self.exit()
 
 
 def _number(value: float | None) -> str:
