@@ -179,8 +179,10 @@ def train(
         # The folder stays locked over all restarts.
         run_folder = stack.enter_context(closing(RunFolder(choice.path, config)))
         stack.enter_context(log_file(run_folder.logs / TRAINER_LOG))
+        page_url = None
         if readers is not None:
             readers.begin(run_folder.path)
+            page_url = readers.url
         trackers = TrackerFeed(run_folder.path, config)
         stack.callback(trackers.close)  # after the report, which they get
         stack.callback(try_to_write_report, run_folder.path)
@@ -201,9 +203,7 @@ def train(
             finished, start_step = train_restarting(
                 lambda reporter, processes: run_loop(_train(inputs, run_folder, reporter, processes, request)),
                 config,
-                lambda: Reporter(
-                    config, run_folder, console, inputs.plan.total_steps, trackers, readers and readers.url
-                ),
+                lambda: Reporter(config, run_folder, console, inputs.plan.total_steps, trackers, page_url),
                 processes,
                 console,
                 request,
