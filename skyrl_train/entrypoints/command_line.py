@@ -283,7 +283,8 @@ def sweep(
 @app.command(cls=VerbWithSettings, rich_help_panel=TRAIN)
 def launch(
     target: Annotated[
-        Literal["docker", "slurm", "kuberay", "skypilot"], typer.Argument(help="The program that starts the job.")
+        Literal["docker", "slurm", "ray", "kuberay", "skypilot"],
+        typer.Argument(help="The program that starts the job."),
     ],
     recipe: Recipe,
     overrides: Overrides = None,
@@ -300,12 +301,14 @@ def launch(
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite files that are there with another content.")
     ] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Also run the command that starts the job.")] = False,
     config_dir: ConfigDir = None,
     library: Library = None,
 ) -> int:
-    """Write the files that train a recipe in a container, on Slurm, on Kubernetes or in a cloud; start nothing.
+    """Write the files that train a recipe in a container, on Slurm, on a Ray cluster, on Kubernetes or in a cloud.
 
-    The job runs in the current folder, or in a copy of it. Nodes, CPUs, GPUs and memory follow from the recipe.
+    Nothing is started without --submit. The job runs in the current folder, or in a copy of it. Nodes, CPUs, GPUs and memory
+    follow from the recipe.
     """
     from skyrl_train.entrypoints.launch import launch
 
@@ -319,6 +322,7 @@ def launch(
         gpus_per_node=gpus_per_node,
         image=image,
         force=force,
+        submit=submit,
         library=library,
     )
 

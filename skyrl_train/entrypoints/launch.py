@@ -9,6 +9,8 @@ import json
 import math
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
 from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.version import __version__
 
 SOURCE = Path(__file__).parents[2]  # the checkout, or the folder of the installed packages
@@ -74,22 +76,25 @@ def launch(
     gpus_per_node: int | None,
     image: str | None,
     force: bool,
+    submit: bool,
     library: str | None,
 ) -> int:
     """Write the files of ``target``, print their paths and the next command, and return the exit code.
 
     Args:
-        target: docker, slurm, kuberay or skypilot.
+        target: docker, slurm, ray, kuberay or skypilot.
         folder: of the files, inside the current folder; None: ``launch/NAME``.
         nodes: None: the fewest that have the GPUs.
         gpus_per_node: None: all that the recipe needs, up to 8.
         image: the name of the image; None: the name of the run.
         force: overwrite files that differ.
+        submit: also run the next command.
         library: see :func:`skyrl_train.entrypoints.settings.read_settings`.
 
     Raises:
         ConfigError: a setting cannot work, the recipe does not fit the target or the nodes, or a file would be overwritten.
         DataError: a data file is missing or broken.
+        SkyRLError: the next command failed.
     """
     console = Console()
     forget_files()
@@ -122,27 +127,33 @@ def launch(
         shm_gib=BASE_SHM_GIB + math.ceil((memory.staging_bytes if memory else 0) / GIB),
         requirements=_requirements(config, needs, f"./{relative / WHEEL}" if from_source else None),
     )
-    image, where = image or name, shlex.quote(str(relative))
-    wheel = f"{shlex.quote(str(SOURCE / 'uvw'))} build --wheel --out-dir {where} {shlex.quote(str(SOURCE))} && "
-    build = f"{wheel if from_source else ''}docker build --file {where}/Dockerfile --tag {image} ."
+    image, wheel = image or name, []
+    if from_source:
+        wheel = [[str(SOURCE / "uvw"), "build", "--wheel", "--out-dir", str(relative), str(SOURCE)]]
+    build = [*wheel, ["docker", "build", "--file", f"{relative}/Dockerfile", "--tag", image, "."]]
     not_copied = f"{NOT_COPIED}{job.runs}\n"
     dockerfile = {relative / "Dockerfile": _dockerfile(job), relative / "Dockerfile.dockerignore": not_copied}
     if target == "docker":
         files = dockerfile
-        inside = Path(WORKSPACE) / job.runs
-        options = f'{"--gpus all " if gpus else ""}--shm-size={job.shm_gib}g --volume "{job.runs.absolute()}:{inside}"'
-        following = f"{build} && docker run --rm --init {options} {image}"
+        volume = f"{job.runs.absolute()}:{Path(WORKSPACE) / job.runs}"
+        options = [*(["--gpus", "all"] if gpus else []), f"--shm-size={job.shm_gib}g", "--volume", volume]
+        following = [*build, ["docker", "run", "--rm", "--init", *options, image]]
     elif target == "slurm":
         files = {relative / "slurm.sh": _slurm(job)}
-        following = f"sbatch {where}/slurm.sh"
+        following = [["sbatch", f"{relative}/slurm.sh"]]
+    elif target == "ray":
+        files = {relative / "runtime_env.yaml": _runtime_env(job)}
+        local = ["--entrypoint-num-gpus", str(needs.local_gpus)] if needs.local_gpus else []
+        environment = [*local, "--working-dir", ".", "--runtime-env", f"{relative}/runtime_env.yaml"]
+        following = [["ray", "job", "submit", *environment, "--no-wait", "--", *job.command]]
     elif target == "kuberay":
         files = dockerfile | {relative / "rayjob.yaml": _rayjob(job, image)}
-        following = f"{build} && docker push {image} && kubectl apply --filename {where}/rayjob.yaml"
+        following = [*build, ["docker", "push", image], ["kubectl", "apply", "--filename", f"{relative}/rayjob.yaml"]]
     else:
         files = {relative / "sky.yaml": _sky(job)}
         if not Path(".skyignore").exists():  # without it, SkyPilot does not copy files that git ignores, such as data
             files[Path(".skyignore")] = not_copied
-        following = f"{wheel if from_source else ''}sky launch --cluster {name} {where}/sky.yaml"
+        following = [*wheel, ["sky", "launch", "--cluster", name, f"{relative}/sky.yaml"]]
     files = {relative / "recipe.yaml": f"defaults: [{BASE}, _self_]\n{to_yaml(config)}"} | files
     differing = [
         str(path) for path, text in files.items() if path.is_file() and path.read_text(encoding="utf-8") != text
@@ -160,10 +171,31 @@ def launch(
         f"{name}: {nodes} node{'s' if nodes > 1 else ''}{' with Ray' if needs.actors else ''}; "
         f"{'each ' if nodes > 1 else ''}{job.cpus} CPUs, {gpus} GPUs, {job.memory_gib} GiB",
         *(f"written: {path}" for path in files),
-        f"next: {following}",
+        f"{'now' if submit else 'next'}: {' && '.join(map(shlex.join, following))}",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if submit:
+        _submit(following)
     return 0
+
+
+def _submit(commands: Sequence[Sequence[str]]) -> None:
+    """Run the commands one after the other, with this terminal.
+
+    Raises:
+        ConfigError: one of their programs is missing; then none of them runs.
+        SkyRLError: a command failed.
+    """
+    for program, *_ in commands:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"--submit needs {program}, which is not here. Give the command on a machine that has it."
+            )
+    sys.stdout.flush()
+    for command in commands:
+        code = subprocess.run(command).returncode
+        if code:
+            raise SkyRLError(f"{shlex.join(command)} has failed with exit code {code}.")
 
 
 def _nodes(needs: ClusterNeeds, nodes: int | None, gpus_per_node: int | None) -> tuple[int, int]:
@@ -198,6 +230,8 @@ def _check_target(target: str, config: RunConfig, needs: ClusterNeeds, nodes: in
         raise ConfigError("The recipe does not use Ray: one machine trains it, without KubeRay. Use launch docker.")
     if target == "kuberay" and image is None:
         raise ConfigError("The cluster pulls an image. Name it with --image REGISTRY/NAME:TAG.")
+    if target == "ray" and not needs.actors:
+        raise ConfigError("The recipe does not use Ray: one machine trains it. Use launch docker, slurm or skypilot.")
     if target == "docker" and nodes > 1:
         raise ConfigError(
             f"The recipe needs {nodes} nodes, and a container runs on one. Use slurm, kuberay or skypilot."
@@ -206,7 +240,12 @@ def _check_target(target: str, config: RunConfig, needs: ClusterNeeds, nodes: in
         return
     # The others copy the current folder to other machines.
     trainer, runs = config.trainer, Path(str(config.trainer.run_dir)).parent
-    if target != "skypilot" and runs == Path():
+    if target == "ray" and not runs.is_absolute():
+        raise ConfigError(
+            f"trainer.run_dir={trainer.run_dir} would be in Ray's copy of this folder, which it deletes. Name a folder that all "
+            "nodes share: trainer.runs_dir=/an/absolute/path."
+        )
+    if target not in ("skypilot", "ray") and runs == Path():
         raise ConfigError(
             f"trainer.run_dir={trainer.run_dir}: the folder that has it is mounted. Name one in another folder, "
             f"such as runs/{trainer.run_dir}."
@@ -334,6 +373,14 @@ done
 def _resources(job: Job) -> str:
     """Return what a node offers to Ray, which would otherwise count the whole machine."""
     return f"--num-cpus={job.cpus} --num-gpus={job.gpus}"
+
+
+def _runtime_env(job: Job) -> str:
+    excludes = yaml.safe_dump({"excludes": NOT_COPIED.split()})
+    return (
+        "# Written by `skyrl-train launch ray`. Ray copies the current folder to the cluster, without the paths below and those "
+        f"that git\n# ignores. Its nodes need: pip install {shlex.join(job.requirements)}\n{excludes}"
+    )
 
 
 def _rayjob(job: Job, image: str) -> str:

@@ -109,6 +109,8 @@ def test_what_is_written_starts_the_same_run_and_is_not_overwritten_unasked(
     [
         (["docker", "big.yaml"], "needs 4 nodes, and a container runs on one"),
         (["kuberay", "quickstart", "--image", "x"], "does not use Ray"),
+        (["ray", "quickstart"], "does not use Ray"),
+        (["ray", "big.yaml"], "trainer.runs_dir=/an/absolute/path"),
         (["kuberay", "big.yaml"], "--image REGISTRY/NAME:TAG"),
         (["slurm", "quickstart", "--nodes", "2"], "computes on one machine"),
         (["slurm", "big.yaml", "--nodes", "3"], "the recipe needs 4 nodes"),
@@ -134,6 +136,50 @@ def test_what_does_not_fit_is_an_error_and_nothing_is_written(
     assert main(["launch", *arguments]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in here.rglob("*") if path.is_file()] == ["rows.jsonl", "big.yaml"]
+
+
+RAY_JOB = ["ray", "quickstart", "rollout.num_actors=2", "trainer.runs_dir=/mnt/runs", "--folder", "job"]
+COMMANDS = {
+    "sbatch job/slurm.sh": ["slurm", "quickstart", "--folder", "job"],
+    "ray job submit --working-dir . --runtime-env job/runtime_env.yaml --no-wait -- skyrl-train train job/recipe.yaml": RAY_JOB,
+    "kubectl apply --filename job/rayjob.yaml": ["kuberay", *RAY_JOB[1:], "--image", "registry/mine:1"],
+    "sky launch --cluster quickstart job/sky.yaml": ["skypilot", "quickstart", "--folder", "job"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_submit_runs_the_command_that_starts_the_job(
+    command: str, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["launch", *COMMANDS[command]]
+    programs = here / "programs"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("LOG", str(here / "calls"))
+    monkeypatch.setattr("skyrl_train.entrypoints.launch.SOURCE", here / "site-packages")  # no wheel to build
+    assert main(given) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("next: ") and not (here / "calls").exists()
+
+    assert main([*given, "--submit"]) == 2
+    assert re.search(r"--submit needs \w+, which is not here", capfd.readouterr().err)
+    for name in ("sbatch", "ray", "kubectl", "sky", "docker"):
+        (programs / name).write_text(FAKE + 'echo "of the program"\nexit "${CODE:-0}"\n')
+        (programs / name).chmod(0o755)
+    assert main([*given, "--submit"]) == 0
+    printed = capfd.readouterr().out.splitlines()
+    assert (here / "calls").read_text().splitlines()[-1] == command
+    assert printed[-1] == "of the program" and any(line.startswith("now: ") for line in printed)
+    monkeypatch.setenv("CODE", "7")
+    assert main([*given, "--submit"]) == 1
+    assert "has failed with exit code 7" in capfd.readouterr().err
+
+
+def test_a_job_of_ray_leaves_out_runs_and_gets_the_gpus_of_the_command(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(*RAY_JOB, "trainer.device=cuda")
+    assert "--entrypoint-num-gpus 1 --working-dir ." in capsys.readouterr().out
+    assert ".venv" in yaml.safe_load((here / "job" / "runtime_env.yaml").read_text())["excludes"]
 
 
 def test_the_image_has_the_extras_of_the_recipe_and_runs_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
