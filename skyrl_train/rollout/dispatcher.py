@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Callable
 
 from skyrl_train.config.schema import FailureConfig, FailurePolicy
 from skyrl_train.errors import RolloutError
 from skyrl_train.events.log import NO_EVENTS, EventLog
+from skyrl_train.observability.failures import user_frame
 from skyrl_train.observability.metrics import SlotTimeIntegral
 from skyrl_train.rollout.buffer import RolloutBuffer
 from skyrl_train.rollout.data.loader import PromptLoader
@@ -33,6 +35,10 @@ logger = logging.getLogger(__name__)
 # Time for cancelled group tasks to end. The group generator abandons a generator that ignores cancellation earlier; this limit
 # covers everything else, so that close() always returns.
 CLOSE_LIMIT_S = 30.0
+
+# If the first groups all fail at one line of the user's code, the others would too. The first by admission, not by end: a group
+# that fails often ends sooner than one that succeeds. Three, because a single row of a data set may be broken.
+FIRST_GROUPS = 3
 
 
 class Dispatcher:
@@ -84,6 +90,8 @@ class Dispatcher:
         self._tasks: dict[asyncio.Task[None], int] = {}  # all unfinished tasks, including tasks of dropped groups
         self._running: dict[int, asyncio.Task[None]] = {}  # by group index, groups without an outcome
         self._admission: asyncio.Task[None] | None = None
+        self._first_groups: list[int] = []  # the first FIRST_GROUPS that this process admitted
+        self._first_failures: list[str] = []  # of those that failed for good: the line of the user's code; "": none
         self._stopped = False  # no more admission
         self._closing = False  # cancellations are ours
         self.slots = SlotTimeIntegral(staleness.generation_slots)
@@ -171,6 +179,8 @@ class Dispatcher:
                 version = self._admission_version(group_index)
                 self._staleness.admit(group_index, version)
                 admitted[group_index] = version
+                if len(self._first_groups) < FIRST_GROUPS:
+                    self._first_groups.append(group_index)
                 task = asyncio.create_task(self._run_group(group_index), name=f"group-{group_index}")
                 self._tasks[task] = group_index
                 self._running[group_index] = task
@@ -231,6 +241,15 @@ class Dispatcher:
                 f"{failed} rollouts have failed for good, more than trainer.failures.max_failed_rollouts = {allowed}. Fix the "
                 f"cause, or raise that limit, and run the same command again. The last failure: {error}"
             ) from error
+        if group_index in self._first_groups:
+            place = user_frame("".join(traceback.format_exception(error)), own_only=True)
+            self._first_failures.append(place)
+            if place and self._first_failures == [place] * FIRST_GROUPS:
+                raise RolloutError(
+                    f"The first {FIRST_GROUPS} groups all failed at {place}, so the others would too. Fix that line and run the "
+                    "same command again. If it only fails at the start, because it waits for a service, raise "
+                    f"trainer.failures.max_rollout_retries. The last failure: {error}"
+                ) from error
 
     def _group_ended(self, task: asyncio.Task[None]) -> None:
         group_index = self._tasks.pop(task)

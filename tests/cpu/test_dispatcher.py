@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rollout_worlds import (
     RAISE,
@@ -52,6 +52,8 @@ def test_with_depth_zero_the_same_groups_train_in_the_same_order_as_in_sync(
     silent: set[int], failing: set[int], seed: int
 ) -> None:
     """SEMANTICS 4.7, with filters and failures: in any order of finishing and of refilled slots."""
+
+    assume(not {0, 1, 2} <= failing)  # these end a run
 
     async def run(background: bool, rng: random.Random) -> list[list[int]]:
         async with World(max_filtered_share=0.99, max_rollout_retries=0, max_failed_rollouts=99) as w:

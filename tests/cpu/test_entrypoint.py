@@ -34,6 +34,7 @@ from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import RunFolder, read_jsonl
+from skyrl_train.rollout.stages.reward import GroupToReward
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 HERE = __name__
@@ -192,20 +193,35 @@ def test_the_checkpoint_of_another_model_is_refused_and_left_alone(
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_an_environment_that_raises_ends_the_run_with_its_message(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def raising_reward(group: GroupToReward) -> list[float]:
+    raise ValueError("scripted reward failure")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason", "function"),
+    [
+        (f"environment.env_class={HERE}:Raises", "scripted environment failure", "step"),
+        (
+            f"environment.env_class=single_turn rollout.stages.reward.function={HERE}:raising_reward",
+            "scripted reward failure",
+            "raising_reward",
+        ),
+    ],
+)
+def test_own_code_that_always_raises_ends_the_run_after_three_groups_with_its_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], settings: str, reason: str, function: str
 ) -> None:
     data = prompts(tmp_path, "".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(8)))
-    code, text = run(tmp_path, capfd, data, f"environment.env_class={HERE}:Raises")
+    code, text = run(tmp_path, capfd, data, *settings.split())
     assert code == 1
-    assert "scripted environment failure" in text
-    assert "max_failed_rollouts" in text
-    assert re.search(r"The code that failed: \S*test_entrypoint\.py:\d+ in \w+\. `skyrl-train try`", text)
-    first = next(line for line in text.splitlines() if "scripted environment failure" in line)
-    assert re.match(r"group \d+: an attempt failed", first)  # at once, long before the run gives up
+    place = rf"\S*test_entrypoint\.py:\d+ in {function}"
+    assert re.search(rf"RolloutError: The first 3 groups all failed at {place}, .*{reason}", text)
+    assert re.search(rf"The code that failed: {place}\. `skyrl-train try`", text)
+    first = next(line for line in text.splitlines() if reason in line)
+    assert re.match(r"group \d+: an attempt failed", first)  # at once, before the run gives up
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "global_step_0"
     report = (tmp_path / "run" / "report.md").read_text()
-    assert "The run failed after step 0" in report and "scripted environment failure" in report
+    assert "The run failed after step 0" in report and reason in report
 
 
 def test_a_generator_with_nan_rewards_ends_the_run_naming_the_field(

@@ -14,6 +14,7 @@ from harness import Harness
 from rollout_worlds import (
     MASK,
     RAISE,
+    Play,
     World,
     cancel_its_task,
     cancel_itself,
@@ -24,6 +25,7 @@ from rollout_worlds import (
     hang,
     ignore_cancellation,
     output_of,
+    quiet,
     return_late,
 )
 from scripted import ScriptedEngine, in_virtual_time, settle
@@ -190,6 +192,45 @@ async def test_more_failures_than_the_budget_stop_the_workers_with_the_last_reas
         assert isinstance(caught.value.__cause__, RolloutError)
         assert isinstance(caught.value.__cause__.__cause__, ValueError), "the traceback of the generator's own error"
         w.check_books()
+
+
+async def fail_elsewhere(batch: GeneratorInput) -> None:
+    raise ValueError("scripted")
+
+
+async def test_the_first_groups_that_all_fail_at_one_line_stop_the_workers_with_file_and_line() -> None:
+    async with World(max_failed_rollouts=1000) as w:
+        w.generator.plays.update({group_index: [fail] for group_index in range(1000)})
+        await w.dispatcher.fill()
+        with pytest.raises(
+            RolloutError, match=r"first 3 groups all failed at \S*rollout_worlds\.py:\d+ in fail,.*scripted"
+        ):
+            w.raise_if_failed()
+        assert max(w.generator.calls) <= 3 + w.b, "little is generated after the third"
+        w.check_books()
+
+
+@pytest.mark.parametrize(
+    "first", [[fine, fail, fail], [fail, quiet, fail], [fail, fail_elsewhere, fail], [hang, fail, fail]]
+)
+async def test_a_success_or_another_line_among_the_first_groups_leaves_it_to_the_budget(first: list[Play]) -> None:
+    async with World(max_failed_rollouts=9, max_filtered_share=0.9, max_rollout_retries=0) as w:
+        w.generator.plays.update({group_index: [fail] for group_index in range(1000)})
+        w.generator.plays.update({group_index: [play] for group_index, play in enumerate(first)})
+        w.dispatcher.start()  # groups that are admitted later fail before the first has ended
+        await w.until(lambda: w.dispatcher.error is not None)
+        with pytest.raises(RolloutError, match="max_failed_rollouts = 9"):
+            w.raise_if_failed()
+
+
+async def test_the_first_groups_after_a_resume_count_too() -> None:
+    async with World(max_failed_rollouts=1000) as w:
+        assert await w.step(fill=True) == [0, 1, 2, 3]
+        w.dispatcher._first_groups.clear()  # another process would begin here
+        w.generator.plays.update({group_index: [fail] for group_index in range(4, 1000)})
+        await w.dispatcher.fill()
+        with pytest.raises(RolloutError, match="first 3 groups"):
+            w.raise_if_failed()
 
 
 async def test_with_raise_the_first_failure_stops_the_workers_and_its_prompt_stays_in_flight() -> None:
