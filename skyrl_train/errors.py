@@ -41,6 +41,12 @@ def output_note(sample: str, output: str) -> str:
 class SkyRLError(Exception):
     """Root of every error that this library raises on purpose; entry points print it without a traceback."""
 
+    @property
+    def docs(self) -> str:
+        """The section of the documentation about this family of errors, named after the class below this one."""
+        kinds = type(self).__mro__
+        return f"docs/tutorials/errors.md#{kinds[max(kinds.index(SkyRLError) - 1, 0)].__name__.lower()}"
+
 
 class ConfigError(SkyRLError):
     """A setting is unknown, impossible, or contradicts another."""

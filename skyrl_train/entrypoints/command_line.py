@@ -142,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = user_frame("".join(traceback.format_exception(error)), own_only=True)
         hint = "" if words[:1] == ["try"] else " `skyrl-train try` shows the traceback of one group."
         code = [f"The code that failed: {place}.{hint}"] if place else []
-        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), *code])
+        notes = getattr(error, "__notes__", ())
+        text = "\n".join([f"{type(error).__name__}: {error}", *notes, *code, f"More: {error.docs}"])
         Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
     except SystemExit as end:

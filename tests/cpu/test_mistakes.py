@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+import skyrl_train
+from skyrl_train import errors
 from skyrl_train.build import checks
 from skyrl_train.build.checks import check_machine
 from skyrl_train.config.compose import compose
@@ -167,6 +170,7 @@ def test_a_mistake_is_told_with_its_remedy(
     code, output = main(["plan", "quickstart", *arguments]), capsys.readouterr()
     assert code == 2, output.err
     assert [part for part in told if part not in output.err] == []
+    assert re.fullmatch(r"More: docs/tutorials/errors\.md#(config|data|model)error", output.err.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -297,3 +301,19 @@ def test_a_missing_device_package_or_port_is_told_before_models_are_loaded(
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"vLLM is not installed.*pip install 'skyrl-async\[vllm\]'.*--extra vllm"):
         check_machine(compose("base", ["generator.inference_engine.backend=vllm"]))
+
+
+def test_each_family_of_errors_has_a_section_and_its_subclasses_name_it() -> None:
+    root = Path(skyrl_train.__file__).parent
+    families = {
+        name for file in root.rglob("*.py") for name in re.findall(r"^class (\w+)\(SkyRLError", file.read_text(), re.M)
+    }
+    pages = {name: (root.parent / f"docs/tutorials/{name}.md").read_text() for name in ("errors", "troubleshooting")}
+    assert sorted(re.findall(r"^### (\w+)$", pages["errors"], re.M)) == sorted(families)
+    for kind in (kind for kind in vars(errors).values() if isinstance(kind, type) and kind is not errors.SkyRLError):
+        page, _, section = kind.__new__(kind).docs.partition("#")
+        assert (page, section in {name.lower() for name in families}) == ("docs/tutorials/errors.md", True)
+        assert kind.__name__ in pages["errors"]
+    assert errors.NonFiniteRewardError("").docs.endswith("#rollouterror")
+    linked = re.findall(r"\(errors\.md#(\w+)\)", pages["troubleshooting"])
+    assert {"configerror", "dataerror", "modelerror", "rollouterror"} <= set(linked) <= {n.lower() for n in families}
