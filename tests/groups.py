@@ -14,6 +14,7 @@ SHARED = {
     "test_rollout_actors": "ray",
     "test_reservation": "ray",
     "test_colocation": "ray",
+    "test_entrypoint_cluster": "ray",
 }
 # These groups run first: one that came last would leave the other processes idle.
 LONGEST_FIRST = [*dict.fromkeys(SHARED.values()), "test_quickstart", "test_kill_and_resume", "test_examples"]

@@ -163,6 +163,7 @@ def doctor(
 ) -> int:
     """Check this machine: versions, GPUs, shared memory, disk, ports, sandbox, Ray; and a recipe's data, model and template.
 
+    If the recipe uses Ray and a cluster runs, also all its nodes: versions, folders, and whether they reach each other.
     Exit code 1 if a check has failed.
     """
     from skyrl_train.entrypoints.doctor import doctor

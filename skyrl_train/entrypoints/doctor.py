@@ -1,4 +1,7 @@
-"""``skyrl-train doctor`` checks whether this machine can run a recipe. One line per check; a failed one has its remedy."""
+"""``skyrl-train doctor`` checks whether this machine, and the Ray cluster that a recipe uses, can run it.
+
+One line per check; a failed one has its remedy.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from rich.text import Text
 
 from skyrl_train.config.memory import this_machine
 from skyrl_train.config.schema import RunConfig
+from skyrl_train.entrypoints.cluster_check import cluster
 from skyrl_train.entrypoints.page import DEFAULT_PORT
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.environments.sandbox import ISOLATIONS, why_unavailable
@@ -48,7 +52,7 @@ def doctor(recipe: str | None, overrides: Sequence[str], config_dir: Path | None
     config = read_settings(recipe or "base", overrides, config_dir, library, console)
     checks: list[Callable[[RunConfig], Iterator[Finding]]] = [packages, devices, memory, folders, network, sandbox]
     if recipe is not None:
-        checks += [inputs, chat_template]
+        checks += [inputs, chat_template, cluster]
     for check in checks:
         for name, found, remedy in check(config):
             mark = Text("OK    ", style="green") if not remedy else Text("MEND  ", style="bold red")

@@ -104,7 +104,7 @@ class TrainingWorker:
         # Agreements and checkpoints use the CPU's group; parameters use the group of their device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
         shard_size, sequence_ranks, size = trainer.fsdp.shard_size, None, trainer.fsdp.sequence_parallel_size
-        with _gloo_towards(meeting.host):
+        with gloo_towards(meeting.host):
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=WAIT_LIMIT)
             self._mesh: DeviceMesh = shard_mesh(device.type, num_ranks, shard_size)
             self._cpu_mesh = self._mesh if device.type == "cpu" else shard_mesh("cpu", num_ranks, shard_size)
@@ -300,7 +300,7 @@ class TrainingWorker:
 
 
 @contextmanager
-def _gloo_towards(host: str) -> Iterator[None]:
+def gloo_towards(host: str) -> Iterator[None]:
     """While open, gloo takes the network interface that leads to ``host``, unless the user has named one.
 
     By default gloo takes the address of this machine's name, which on many machines is 127.0.1.1: no other node can reach it.
