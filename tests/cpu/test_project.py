@@ -131,7 +131,8 @@ def test_the_package_does_not_print() -> None:
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    assert PYPROJECT["project"]["version"] == skyrl_train.__version__
+    released = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert PYPROJECT["project"]["version"] == skyrl_train.__version__ == released[0]
 
 
 def test_pre_commit_and_the_dev_extra_use_the_same_ruff() -> None:
