@@ -15,6 +15,7 @@ import typer
 from skyrl_train.errors import ConfigError
 
 LOOKED_AT = 1000  # rows, for the columns and the characters
+SHOWN = 100  # characters of a value, where it asks for columns
 ANSWER_COLUMNS = ("answer", "solution", "target", "ground_truth", "output", "label")
 
 ENVIRONMENT = '''"""The environment: it rewards answers."""
@@ -245,8 +246,14 @@ def init(
     prompt: Annotated[str | None, typer.Option(help="The column of prompts; default: by its name.")] = None,
     answer: Annotated[str | None, typer.Option(help="The column of right answers; default: by its name.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder or hub name; default: a small new one.")] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing; a column that has no usual name is then an error.")
+    ] = False,
 ) -> int:
-    """Write a recipe, code and a test for your data. They run unchanged; edit them as you like."""
+    """Write a recipe, code and a test for your data. They run unchanged; edit them as you like.
+
+    In a terminal, it asks for the columns whose names do not tell what they are.
+    """
     from rich.console import Console
 
     from skyrl_train.rollout.data.dataset import PROMPT_COLUMNS, open_rows
@@ -257,6 +264,10 @@ def init(
     columns = [str(column) for column in rows[0]]
     prompt = prompt or next((column for column in PROMPT_COLUMNS if column in columns), None)
     answer = answer or next((column for column in ANSWER_COLUMNS if column in columns and column != prompt), None)
+    if None in (prompt, answer) and not yes and os.isatty(0) and os.isatty(1):
+        prompt, answer = ask_for_columns(
+            data, {str(column): value for column, value in rows[0].items()}, prompt, answer
+        )
     for option, column in (("--prompt", prompt), ("--answer", answer)):
         if column is None or column not in columns:
             raise ConfigError(f"{data} has the columns {', '.join(columns)}. Name one of them with {option}.")
@@ -319,6 +330,33 @@ def init(
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def ask_for_columns(
+    data: str, row: dict[str, Any], prompt: str | None, answer: str | None
+) -> tuple[str | None, str | None]:
+    """Show the first row of the data, and ask for the column that is None. Returns both columns."""
+    from rich.console import Console
+    from rich.prompt import Prompt
+    from rich.table import Table
+    from rich.text import Text
+
+    from skyrl_train.observability.screen import visible
+
+    table = Table("column", f"first row of {visible(data)}", box=None, pad_edge=False)
+    for column, value in row.items():
+        text = visible(text_of(value) or str(value))
+        table.add_row(Text(visible(column)), Text(text[:SHOWN] + (" ..." if len(text) > SHOWN else "")))
+    console = Console(markup=False, highlight=False)
+    console.print(table)
+    if prompt is None:
+        others = [column for column in row if column != answer]
+        prompt = Prompt.ask("Which column has the prompts?", console=console, choices=others)
+    if answer is None:
+        others = [column for column in row if column != prompt]
+        if others:
+            answer = Prompt.ask("Which column has the right answers?", console=console, choices=others)
+    return prompt, answer
 
 
 def yaml_of(value: object, indent: str = "") -> str:

@@ -66,3 +66,37 @@ def test_columns_that_it_does_not_know_are_asked_for(tmp_path: Path, capsys: pyt
     data.write_text("")
     assert main(["init", str(tmp_path / "new"), "--data", str(data)]) == 2
     assert "has no rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "said", "asked", "columns"),
+    [
+        ('{"q": "2+3=", "a": "5"}', [], ["q", "nothing", "a"], 3, ("q", "a")),
+        ('{"prompt": "2+3=", "a": "5", "n": "\\u001b[31m"}', [], ["a"], 1, ("prompt", "a")),
+        ('{"q": "2+3=", "a": "5"}', ["--answer", "a"], ["q"], 1, ("q", "a")),
+        ('{"question": "2+3=", "solution": "5"}', [], [], 0, ("question", "solution")),
+    ],
+)
+def test_in_a_terminal_it_asks_for_columns_that_it_cannot_tell(
+    row: str, given: list[str], said: list[str], asked: int, columns: tuple[str, str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "data.jsonl").write_text(row + "\n")
+    questions = 0
+
+    def answer(*_: object) -> str:
+        nonlocal questions
+        questions += 1
+        return said[questions - 1]
+
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr("os.isatty", lambda file: True)
+    command = ["init", str(tmp_path / "mine"), "--data", str(tmp_path / "data.jsonl"), *given]
+    if asked:
+        assert main([*command, "--yes"]) == 2 and questions == 0
+        assert "Name one of them with --" in capsys.readouterr().err
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert questions == asked and "\x1b" not in printed
+    assert (f"prompts in {columns[0]!r}, right answers in {columns[1]!r}") in printed
+    assert ("2+3=" in printed) is bool(asked)
