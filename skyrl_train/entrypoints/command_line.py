@@ -138,13 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rich.console import Console
 
         from skyrl_train.observability.failures import user_frame
+        from skyrl_train.observability.screen import visible
 
         place = user_frame("".join(traceback.format_exception(error)), own_only=True)
         hint = "" if words[:1] == ["try"] else " `skyrl-train try` shows the traceback of one group."
         code = [f"The code that failed: {place}.{hint}"] if place else []
         notes = getattr(error, "__notes__", ())
         text = "\n".join([f"{type(error).__name__}: {error}", *notes, *code, f"More: {error.docs}"])
-        Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(visible(text), markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
     except SystemExit as end:
         return int(end.code or 0)

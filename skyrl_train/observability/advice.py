@@ -201,7 +201,7 @@ def failing_rollouts(run: LastSteps) -> tuple[str, str] | None:
     reasons = [reason for reason in run.failures if TOO_LONG not in reason]
     if not reasons:
         return None
-    newest = sentence("".join(letter if letter.isprintable() else " " for letter in reasons[-1]))
+    newest = sentence(reasons[-1])
     return (
         f"{_counted(len(reasons), 'attempt')} failed in the last {LAST_STEPS} steps; the newest: {newest}",
         "logs/trainer.log in the run folder has the traceback of each kind of failure.",

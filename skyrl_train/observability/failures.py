@@ -33,8 +33,8 @@ _NOT_OWN = (_LIBRARY, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"
 
 
 def shortened(reason: str, width: int = REASON_WIDTH) -> str:
-    """Return ``reason`` as one line of at most ``width`` characters."""
-    line = " ".join(reason.split())
+    """Return ``reason`` as one line of at most ``width`` characters, without those that steer a terminal."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in reason).split())
     return line if len(line) <= width else f"{line[: width - 3]}..."
 
 

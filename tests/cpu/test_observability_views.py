@@ -317,6 +317,13 @@ def test_a_long_reason_is_cut() -> None:
     assert len(str(Failures(1, 16, 0, "x" * 10_000))) < REASON_WIDTH + 50
 
 
+def test_a_reason_cannot_steer_the_terminal() -> None:
+    assert (
+        str(Failures(1, 16, 0, "got \u202e\x1b[31m\x07 \n<b>é"))
+        == "1 group (16 allowed), 0 retries (last: got [31m <b>é)"
+    )
+
+
 def test_the_first_failure_is_on_the_screen_at_once_and_the_others_are_counted(tmp_path: Path) -> None:
     console, raw = console_of(terminal=False)
     config = RunConfig()

@@ -121,7 +121,10 @@ class RunsFolder:
 
 def is_run(path: Path) -> bool:
     """Return whether ``path`` is the folder of a run."""
-    return any((path / mark).exists() for mark in _MARKS)
+    try:
+        return any((path / mark).exists() for mark in _MARKS)
+    except OSError:  # of another user, who lets nobody look into it
+        return False
 
 
 def _below(folder: Path, levels: int) -> Iterator[Path]:
