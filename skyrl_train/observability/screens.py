@@ -265,8 +265,8 @@ def version_style(version: int) -> Style:
 
 
 def timeline_text(window: dict[str, Any] | None, width: int) -> Text:
-    """Draw the trainer and a lane per group, the newest first: the digits and colours are policy versions; ░ a tool or an
-    environment, ─ ready and waiting, ▼ trained, ✗ without a result.
+    """Draw the trainer and a lane per group, the newest first: the digits and colours are policy versions; ┈ responses that
+    are under way or were left out, ░ a tool or an environment, ─ ready and waiting, ▼ trained, ✗ without a result.
 
     Args:
         window: what ``EventStore.window`` returns.
@@ -295,9 +295,7 @@ def timeline_text(window: dict[str, Any] | None, width: int) -> Text:
     seconds = Text(
         f"{'':{LABEL}}{t1 - t0:.1f} s; █ training, · waiting for groups, ~ weight sync and others", style="dim"
     )
-    legend = Text(
-        f"{'':{LABEL}}digit: policy version, ░ tool or environment, ─ ready, ▼ trained, ✗ no result", style="dim"
-    )
+    legend = Text(f"{'':{LABEL}}digit: version, ┈ not recorded, ░ tool, ─ ready, ▼ trained, ✗ no result", style="dim")
     return Text("\n").join([seconds, legend, *lines])
 
 
@@ -308,7 +306,10 @@ def _lane(group: dict[str, Any], columns: int, column: Callable[[float], int]) -
         for place in range(column(begin), column(end) + 1):
             cells[place] = cell, style
 
-    fill(group.get("finished", group["end"]), group["end"], "─", Style(dim=True))
+    if not group["requests"]:
+        fill(group["begin"], group.get("finished", group["end"]), "┈", Style(dim=True))
+    if "finished" in group:
+        fill(group["finished"], group["end"], "─", Style(dim=True))
     for kind in ("environments", "tools"):
         for _, begin, end, *_ in group[kind]:
             fill(begin, end, "░", Style())

@@ -25,7 +25,7 @@ from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.readers import folders
 from skyrl_train.observability.readers.comparison import bootstrap_interval, compared
 from skyrl_train.observability.readers.encoding import to_json
-from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, read_settings, spread_rows
+from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, is_run, read_settings, spread_rows
 from skyrl_train.observability.readers.incidents import incidents
 from skyrl_train.observability.readers.series import MetricTable, curves
 from skyrl_train.observability.readers.settings import differing_settings, settings_table
@@ -93,6 +93,10 @@ def test_the_state_of_a_run_follows_from_its_files(tmp_path: Path) -> None:
     assert runs.row("run")["state"] == "silent"
     (run / FINISHED).touch()
     assert runs.row("run")["state"] == "finished"
+
+
+def test_a_folder_that_may_not_be_looked_into_is_no_run() -> None:
+    assert not is_run(Path("x" * 300))  # as with the folder of another user, the file system refuses to answer
 
 
 def test_the_row_of_a_run_tells_its_last_step(tmp_path: Path) -> None:
@@ -258,6 +262,13 @@ def test_metrics_come_with_their_meaning(tmp_path: Path) -> None:
     first, second = client_of(tmp_path).get("/api/run", params={"run": "run"}).json()["metrics"]
     assert first["name"] == "reward/mean" and "Mean over the samples" in first["meaning"]
     assert second == {"name": "unheard", "unit": "", "meaning": ""}
+
+
+def test_what_never_changes_is_shown_last(tmp_path: Path) -> None:
+    rows = [{"step": step, "flat": 0.0, "moves": step, "gaps": None if step < 3 else step} for step in range(5)]
+    write_metrics(tmp_path / "run", rows)
+    metrics = client_of(tmp_path).get("/api/run", params={"run": "run"}).json()["metrics"]
+    assert [metric["name"] for metric in metrics] == ["moves", "gaps", "flat"]
 
 
 @pytest.mark.parametrize(

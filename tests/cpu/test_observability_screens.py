@@ -170,15 +170,16 @@ async def test_an_empty_run_has_screens_too(tmp_path: Path) -> None:
 def test_a_lane_has_the_versions_of_its_tokens_in_their_time(tmp_path: Path) -> None:
     log = EventLog(tmp_path / EVENTS, clock=lambda: 110.0)
     log.record("process", host="", pid=1, version="", python="", config="", git=None, command=[])
-    log.record("admitted", groups=[5], versions=[1])
+    log.record("admitted", groups=[5, 6], versions=[1, 1])
     segments = [[1, 10, 100.0, 105.0, 0], [2, 10, 105.0, 110.0, 0]]
     fields = {"session": "", "group": 5, "sample": 0, "prompt_tokens": 1, "stop": "stop", "replayed": 0}
     log.record("request", t_submit=100.0, t_first=None, t_end=110.0, segments=segments, seams=["update"], **fields)
     log.close()
     store = EventStore(tmp_path / EVENTS)
     offset = store.window(0.0, 1e12)["first"] - 110.0  # type: ignore[index]  # Unix times
-    lane = timeline_text(store.window(100.0 + offset, 110.0 + offset), 28).plain.splitlines()[-1]
+    unrecorded, lane = timeline_text(store.window(100.0 + offset, 110.0 + offset), 28).plain.splitlines()[-2:]
     assert lane.startswith("#5") and lane[8:] == "1" * 10 + "2" * 10
+    assert unrecorded.startswith("#6") and "┈" in unrecorded  # the limit left its responses out
 
 
 async def test_a_chosen_sample_stays_when_a_step_ends(tmp_path: Path) -> None:

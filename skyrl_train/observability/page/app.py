@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, QueryParams
@@ -108,7 +109,7 @@ class _Page:
         return {"folder": str(self._runs.root), "runs": self._runs.rows()}
 
     def run(self, query: QueryParams) -> Any:
-        """The header of a run, its metrics with their meanings, and the fingerprints with which :meth:`live` continues."""
+        """The header of a run, its metrics with their meanings, flat ones last, and the fingerprints for :meth:`live`."""
         name = _text(query, "run")
         parts = fingerprint(self._runs.path(name))
         columns = self._table(name).columns()
@@ -119,7 +120,7 @@ class _Page:
             "settings": settings,
             "metrics": [
                 {"name": metric, "unit": spec.unit, "meaning": spec.meaning}
-                for metric in columns
+                for metric in sorted(columns, key=lambda name: _is_flat(columns[name]))
                 if metric not in ("step", "time", "elapsed_s")
                 for spec in [known_spec(metric)]
             ],
@@ -259,6 +260,11 @@ def _text(query: QueryParams, name: str) -> str:
     if value is None:
         raise _BadQueryError(f"The parameter {name!r} is missing.")
     return str(value)
+
+
+def _is_flat(values: NDArray[np.float64]) -> bool:
+    known = values[np.isfinite(values)]
+    return not len(known) or bool(known.min() == known.max())
 
 
 def _number(query: QueryParams, name: str) -> int:
