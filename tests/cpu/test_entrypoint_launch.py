@@ -323,8 +323,39 @@ def test_skypilot_trains_on_the_first_node_with_ray_on_all(here: Path) -> None:
     assert alone == (0, ["skyrl-train train one/recipe.yaml", "Ray at none "])
 
 
+VALIDATORS = os.environ.get("SKYRL_VALIDATORS")
+RECIPES = ROOT / "examples/recipes/gsm8k"
+DATA = ["data.train_data=[rows.jsonl]", "trainer.eval={eval_data: [], interval: 0, before_train: false}"]
+JOBS = {
+    "toy": ["quickstart", "rollout.num_actors=2"],
+    "big": ["big.yaml"],
+    "eight": [str(RECIPES / "eight_gpus.yaml"), *DATA],
+    "four": [str(RECIPES / "four_nodes.yaml"), *DATA],
+}
+
+
 @pytest.mark.slow
-def test_skypilot_itself_reads_the_task(here: Path) -> None:
-    sky = pytest.importorskip("sky")
-    launched("skypilot", "big.yaml", "trainer.runs_dir=/mnt/runs", "--folder", "sky")
-    assert sky.Task.from_yaml(str(here / "sky/sky.yaml")).num_nodes == 4
+@pytest.mark.skipif(VALIDATORS is None, reason="SKYRL_VALIDATORS: a Python with tests/validators/requirements.txt")
+def test_the_validators_of_skypilot_and_kubernetes_accept_what_is_written(here: Path) -> None:
+    (here / "rows.jsonl").write_text('{"prompt": "2+1=", "reward_spec": {"ground_truth": "3"}}\n' * 256)
+    files = []
+    for name, given in JOBS.items():
+        launched("skypilot", *given, "trainer.runs_dir=/mnt/runs", "--folder", f"sky-{name}")
+        launched("kuberay", *given, "--image", "registry/mine:1", "--folder", f"kube-{name}")
+        files += [f"sky-{name}/sky.yaml", f"kube-{name}/rayjob.yaml"]
+
+    def check(*names: str) -> subprocess.CompletedProcess[str]:
+        variables = {**os.environ, "HOME": str(here / "home"), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+        command = [str(ROOT / str(VALIDATORS)), ROOT / "tests/validators/check.py", *names]
+        return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+    (here / "home").mkdir()
+    assert check(*files).returncode == 0, check(*files).stderr
+    for file, right, wrong in [("sky-four/sky.yaml", "num_nodes", "nodes"), ("kube-four/rayjob.yaml", "limits", "limit"),
+                               ("kube-four/rayjob.yaml", "accessModes", "accessMode")]:  # fmt: skip
+        text = (here / file).read_text()
+        (here / "wrong").mkdir(exist_ok=True)
+        assert right in text
+        (here / "wrong" / Path(file).name).write_text(text.replace(right, wrong))
+        ended = check(f"wrong/{Path(file).name}")
+        assert ended.returncode == 1 and wrong in ended.stderr, "what is wrong is found"
