@@ -20,6 +20,7 @@ MAY_CHANGE = (
     "trainer.runs_dir",
     "trainer.run_dir",
     "trainer.resume",
+    "trainer.resume_step",
     "trainer.ckpt_interval",
     "trainer.max_ckpts_to_keep",
     "trainer.hf_save_interval",
@@ -125,7 +126,8 @@ _CLASSIFIED = {*MAY_CHANGE, *CHANGES_THE_REST, *MAKES_ANOTHER_RUN}
 LENGTH = ("trainer.max_steps", "trainer.epochs")
 # With both values all prompts stay, so a run of a version without the setting, which had long prompts, resumes with keep.
 _SAME_PROMPTS = ("data.on_long_prompt", {"error", "keep"})
-_WHERE = ("trainer.run_name", "trainer.runs_dir", "trainer.run_dir", "trainer.resume")  # of one command, not of the run
+# Of one command, not of the run.
+_WHERE = ("trainer.run_name", "trainer.runs_dir", "trainer.run_dir", "trainer.resume", "trainer.resume_step")
 _ABSENT = object()
 
 

@@ -435,6 +435,8 @@ class TrainerConfig:
     hf_save_interval: CountOrZero = 0  # steps; each writes <run>/policies/global_step_N, which stays; 0: never
     ckpt_path: str | None = None  # a URL (s3://, gs://, ...; fsspec) for this run alone; None: the run folder
     resume: ResumeMode = ResumeMode.latest
+    # An earlier checkpoint of run_dir, once: the same command again continues. None: the newest one
+    resume_step: CountOrZero | None = None
     # RUN, RUN:STEP or RUN:best: a new run starts from the policy of that run's checkpoint, and from its critic if it has one
     init_from: str | None = None
     samples_per_step: CountOrZero = 2  # groups recorded in samples/ of each step and evaluation; 0: none

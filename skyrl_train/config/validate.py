@@ -29,6 +29,7 @@ from skyrl_train.config.schema import (
     ModelConfig,
     ProximalPolicy,
     RejectionLevel,
+    ResumeMode,
     RunConfig,
     SamplingConfig,
     TrainerConfig,
@@ -797,6 +798,14 @@ def _replica(config: RunConfig) -> Errors:
 
 def _checkpoints(config: RunConfig) -> Errors:
     url, key = config.trainer.ckpt_path, "trainer.ckpt_path"
+    if (step := config.trainer.resume_step) is not None:
+        name = f"trainer.resume_step={step}"
+        if config.trainer.run_dir is None:
+            yield f"{name}: of which run? Name its folder in trainer.run_dir."
+        if config.trainer.resume is ResumeMode.never:
+            yield f"{name} with trainer.resume=never, which always starts a new run. Drop one of the two."
+        if url is not None:
+            yield f"{name} with {key}: write global_step_{step} into {url}/latest instead."
     if url is None:
         return
     if "://" not in url:

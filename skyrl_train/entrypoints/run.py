@@ -37,21 +37,25 @@ from skyrl_train.errors import ConfigError, RolloutError, SkyRLError, TrainingWo
 from skyrl_train.observability.gpus import gpu_metrics
 from skyrl_train.observability.report.files import try_to_write_report
 from skyrl_train.observability.reporter import Reporter
+from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import (
     CONFIG,
     FINISHED,
     METRICS,
     TRAINER_LOG,
+    RunChoice,
     RunFolder,
     choose_run_folder,
     left_behind,
     read_config,
     read_jsonl,
     replace_file,
+    trains_now,
 )
 from skyrl_train.observability.screen import RunSummary, spent_s, summarize
 from skyrl_train.observability.trackers.feed import TrackerFeed
 from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_paused, gc_tuned
+from skyrl_train.training.checkpoint import POINTER
 from skyrl_train.version import __version__
 
 if TYPE_CHECKING:
@@ -174,6 +178,7 @@ def train(
                 with suppress(OSError):
                     choice.path.rmdir()
                 raise
+        return_to_step(choice, config)
         # Read before the folder gets the new configuration.
         changed = changes(read_config(choice.path), config) if choice.resuming else []
         # The folder stays locked over all restarts.
@@ -223,6 +228,29 @@ def train(
             logger.warning("all samples have the reward %g: there was nothing to learn", summary.only_reward)
         logger.info("the run has %s after %.0f s: %s", "finished" if finished else "stopped", seconds, summary)
         return RunResult(run_folder.path, finished, was_finished=False, summary=summary, seconds=seconds)
+
+
+def return_to_step(choice: RunChoice, config: RunConfig) -> None:
+    """Let the run resume from the checkpoint of ``trainer.resume_step``, unless its last command had this value too.
+
+    Raises:
+        ConfigError: there is no run or no such checkpoint, or another process trains in the folder.
+        CheckpointError: the checkpoint is damaged.
+    """
+    step = config.trainer.resume_step
+    if step is None:
+        return
+    if not choice.resuming:
+        raise ConfigError(
+            f"trainer.resume_step={step}: {choice.path} has no run to resume. Name a run in trainer.run_dir; a new run starts "
+            "from the policy of another one with trainer.init_from=RUN:STEP."
+        )
+    if read_config(choice.path).trainer.resume_step == step:
+        return
+    if trains_now(choice.path):
+        raise ConfigError(f"trainer.resume_step={step}: a process trains in {choice.path}. Stop it first.")
+    checkpoint = load_run(choice.path).checkpoint(step)
+    replace_file(checkpoint.parent / POINTER, checkpoint.name + "\n")
 
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:

@@ -137,7 +137,8 @@ def _given_folder(config: RunConfig, folder: Path, total_steps: int) -> RunChoic
         raise ConfigError(f"{name} is not empty and trainer.resume=never. Name another folder, or drop resume=never.")
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{name} is not empty and contains no run (no {CONFIG}). Name another folder.")
-    changed = changes(read_config(folder), config)
+    before = read_config(folder)
+    changed = changes(before, config)
     if differing := [change for change in changed if change.another_run]:
         if not has_begun(folder):
             return RunChoice(folder, resuming=False, finished=False)
@@ -150,6 +151,7 @@ def _given_folder(config: RunConfig, folder: Path, total_steps: int) -> RunChoic
     if finished and any(change.key in LENGTH for change in changed):
         steps = max((row["step"] for row in read_jsonl(folder / METRICS)), default=0)
         finished = total_steps <= steps
+    finished = finished and config.trainer.resume_step in (None, before.trainer.resume_step)
     return RunChoice(folder, resuming=True, finished=finished)
 
 

@@ -11,7 +11,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.config.keys import in_free_section, known_keys, setting
 from skyrl_train.config.migration.table import UNSET
 from skyrl_train.config.migration.translate import LIBRARIES, Migration, migrate
-from skyrl_train.config.schema import RejectionConfig, RejectionLevel, RunConfig, TrainingStrategy
+from skyrl_train.config.schema import RejectionConfig, RejectionLevel, ResumeMode, RunConfig, TrainingStrategy
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.errors import ConfigError
@@ -271,12 +271,27 @@ def test_an_unknown_library_is_told() -> None:
     ("name", "value"),
     [
         ("trainer.algorithm.policy_loss_type", "dppo"),
-        ("trainer.resume_mode", "from_path"),
         ("generator.chat_template.name_or_path", "qwen3_with_thinking"),
     ],
 )
 def test_a_value_without_a_counterpart_is_named(name: str, value: str) -> None:
     assert [key for key, _ in skyrl(f"{name}={value}").without] == [name]
+
+
+@pytest.mark.parametrize(
+    ("library", "path", "mode"),
+    [
+        ("skyrl", "trainer.resume_path", "trainer.resume_mode=from_path"),
+        ("verl", "trainer.resume_from_path", "trainer.resume_mode=resume_path"),
+    ],
+)
+def test_a_checkpoint_to_resume_from_is_one_of_a_run_of_this_library(library: str, path: str, mode: str) -> None:
+    trainer = migrate(library, [f"{path}=runs/x-1/checkpoints/global_step_250", mode]).config.trainer
+    assert (trainer.run_dir, trainer.resume_step, trainer.resume) == ("runs/x-1", 250, ResumeMode.latest)
+    trainer = migrate(library, [f"{path}=runs/x-1/checkpoints/global_step_250"]).config.trainer
+    assert (trainer.run_dir, trainer.resume_step) == (None, None), "only that mode reads the path"
+    other = migrate(library, [f"{path}=/ckpts/global_step_250", mode])
+    assert [key for key, _ in other.without] == [path] and other.config.trainer.resume_step is None
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from skyrl_train.config.compose import compose
 from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig, RunConfig
+from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.errors import ConfigError
@@ -302,6 +303,39 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     during = load_file(folder / "policies" / "global_step_2" / "model.safetensors")
     assert all(torch.equal(during[name], exported["of-2"][name]) for name in final)
     assert AutoTokenizer.from_pretrained(tmp_path / "new" / "of-2").eos_token_id is not None
+
+
+def test_a_run_resumes_from_an_earlier_checkpoint_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    saved = ["trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=9"]
+    assert run(tmp_path, capfd, *saved)[0] == 0
+    folder = tmp_path / "run"
+    begun = list(read_jsonl(folder / "metrics.jsonl"))
+    code, text = run(tmp_path, capfd, *saved, "trainer.resume_step=2")
+    assert code == 0 and "resuming after step 2" in text
+    again = list(read_jsonl(folder / "metrics.jsonl"))
+    assert [row["step"] for row in again] == [1, 2, 3]
+    assert again[:2] == begun[:2] and again[2]["time"] > begun[2]["time"]
+    code, text = run(tmp_path, capfd, *saved, "trainer.resume_step=2")
+    assert code == 0 and "has finished training" in text, "the same command continues, and here nothing is left"
+    assert list(read_jsonl(folder / "metrics.jsonl")) == again
+
+    code, text = run(tmp_path, capfd, *saved, "trainer.resume_step=7")
+    assert code == 2 and "has no checkpoint of step 7 here. Steps: 1, 2, 3." in text
+    code, text = run(tmp_path / "none", capfd, *saved, "trainer.resume_step=1")
+    assert code == 2 and "has no run to resume" in text and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], "Name its folder in trainer.run_dir"),
+        (["trainer.run_dir=x", "trainer.resume=never"], "with trainer.resume=never"),
+        (["trainer.run_dir=x", "trainer.ckpt_path=s3://x/y"], "write global_step_5 into s3://x/y/latest"),
+    ],
+)
+def test_a_step_to_resume_from_needs_a_run_on_this_disk(overrides: list[str], told: str) -> None:
+    errors = validate(compose("quickstart", ["trainer.resume_step=5", *overrides])).errors
+    assert any(told in error for error in errors)
 
 
 @pytest.mark.parametrize("lora", [[], ["trainer.policy.model.lora.rank=2"]], ids=["whole", "adapter"])

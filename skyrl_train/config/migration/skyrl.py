@@ -14,6 +14,7 @@ from skyrl_train.config.migration.table import (
     Without,
     as_list,
     data_files,
+    resumed,
     trackers,
     without,
 )
@@ -746,19 +747,11 @@ _SETTINGS: list[Setting] = [
     Setting(
         "trainer.resume_mode",
         "trainer.resume",
-        "null: never",
+        "null: never; from_path: latest",
         "latest",
-        lambda value, theirs: (
-            Without("set trainer.run_dir to the run's folder; the same command resumes it")
-            if value == "from_path"
-            else "never"
-            if value in (None, "none")
-            else value
-        ),
+        lambda value, theirs: "latest" if value == "from_path" else "never" if value in (None, "none") else value,
     ),
-    *without(
-        "set trainer.run_dir to the run's folder; trainer.init_from takes its policy alone", "trainer.resume_path"
-    ),
+    *resumed("trainer.resume_path", "trainer.resume_mode", "from_path"),
     Setting(
         "trainer.logger",
         "trainer.trackers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,34 @@ def trackers(value: Any, theirs: Theirs) -> list[Any]:
 def other_names(section: str, names: Mapping[str, str]) -> list[Setting]:
     """Return settings below ``section`` that differ from ours in the name alone."""
     return [Setting(f"{section}{name}", here) for name, here in names.items()]
+
+
+_CHECKPOINT = re.compile(r"(.+)/checkpoints/global_step_(\d+)/?")  # of a run of this library
+
+
+def resumed(path: str, mode: str, mode_value: str) -> list[Setting]:
+    """Return the settings ``path``, which names a checkpoint to resume from, for one that a run of this library has written.
+
+    Args:
+        mode, mode_value: the setting that makes the library read ``path``, and its value for that.
+    """
+
+    def part(number: int) -> Callable[[Any, Theirs], Any]:
+        def convert(value: Any, theirs: Theirs) -> Any:
+            found = _CHECKPOINT.fullmatch(value or "")
+            if value is None or theirs.get(mode) != mode_value or (found is None and number == 2):
+                return UNSET
+            if found is None:
+                return Without("name RUN/checkpoints/global_step_N; trainer.init_from=RUN:N takes its policy alone")
+            return found[1] if number == 1 else int(found[2])
+
+        return convert
+
+    note = f"RUN/checkpoints/global_step_N, with {mode}={mode_value}"
+    return [
+        Setting(path, "trainer.run_dir", note, UNSET, part(1)),
+        Setting(path, "trainer.resume_step", note, UNSET, part(2)),
+    ]
 
 
 def mapped_values(values: Mapping[Any, Any]) -> Callable[[Any, Theirs], Any]:

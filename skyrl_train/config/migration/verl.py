@@ -12,6 +12,7 @@ from skyrl_train.config.migration.table import (
     data_files,
     mapped_values,
     other_names,
+    resumed,
     trackers,
     without,
 )
@@ -171,10 +172,11 @@ _SETTINGS: list[Setting] = [
     Setting(
         "trainer.resume_mode",
         "trainer.resume",
-        "auto: latest; disable: never",
+        "auto and resume_path: latest; disable: never",
         UNSET,
-        mapped_values({"auto": "latest", "disable": "never"}),
+        mapped_values({"auto": "latest", "resume_path": "latest", "disable": "never"}),
     ),
+    *resumed("trainer.resume_from_path", "trainer.resume_mode", "resume_path"),
     *[
         Setting(
             f"trainer.{name}",
