@@ -5,16 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from skyrl_train.config.compose import compose
 from skyrl_train.config.keys import in_free_section, known_keys, setting
 from skyrl_train.config.migration.table import UNSET
 from skyrl_train.config.migration.translate import LIBRARIES, Migration, migrate
-from skyrl_train.config.schema import RejectionConfig, RejectionLevel, ResumeMode, RunConfig, TrainingStrategy
+from skyrl_train.config.schema import (
+    BuildModelConfig,
+    RejectionConfig,
+    RejectionLevel,
+    ResumeMode,
+    RunConfig,
+    TrainingStrategy,
+)
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.observability.run import load_run
 
 ENGINE = "generator.inference_engine"
 BOTH = {  # settings of SkyRL's two example scripts of asynchronous training
@@ -359,6 +371,46 @@ def test_plan_prints_the_names_that_change_the_defaults_and_the_rest(capsys: pyt
     assert "trainer.policy.optimizer_config.weight_decay=0.01" in printed
     assert "generator.batched: engines batch" in printed
     assert main(["plan", "--strict", "--from", "skyrl", *SMALL]) == 2
+
+
+def test_a_file_of_skyrls_settings_trains_its_environment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("skyrl_gym")
+    build_model_folder(
+        BuildModelConfig(alphabet="0123456789+=# ", hidden_size=32, num_layers=1), tmp_path / "model", seed=0
+    )
+    prompts = [[{"role": "user", "content": f"{digit}+1="}] for digit in range(8)]
+    answers = [{"method": "rule", "ground_truth": str(digit + 1)} for digit in range(8)]
+    rows = [
+        {"data_source": "sums", "prompt": prompt, "env_class": "gsm8k", "reward_spec": answer}
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    file = {
+        "data": {"train_data": [str(tmp_path / "train.parquet")]},
+        "environment": {"env_class": "gsm8k"},
+        "trainer": {
+            "epochs": 1,
+            "eval_interval": -1,
+            "train_batch_size": 4,
+            "policy_mini_batch_size": 4,
+            "micro_train_batch_size_per_gpu": 8,
+            "max_prompt_length": 32,
+            "max_training_steps": 1,
+            "ckpt_interval": -1,
+            "algorithm": {"advantage_estimator": "grpo", "use_kl_loss": False},
+            "policy": {"model": {"path": str(tmp_path / "model")}},
+            "logger": "console",
+        },
+        "generator": {"n_samples_per_prompt": 2, "sampling_params": {"max_generate_length": 8}},
+    }
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    here = [  # a machine without GPUs
+        "trainer.device=cpu", "trainer.strategy=local", "trainer.bf16=false", "trainer.gradient_checkpointing=false",
+        f"{ENGINE}.backend=embedded", f"{ENGINE}.device=cpu", f"{ENGINE}.model_dtype=float32", f"{ENGINE}.executor=thread",
+        f"trainer.run_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert main(["train", "--from", "skyrl", str(tmp_path / "theirs.yaml"), *here]) == 0, capfd.readouterr().err
+    assert dict(load_run(tmp_path / "run").metrics["async/trained"]) == {1: 4.0}
 
 
 def test_launch_writes_the_translated_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
