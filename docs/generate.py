@@ -101,7 +101,7 @@ trains now, from any machine that sees the folder.
   `admitted` (or `restored`), `finished`, `buffered` (if there are stages) and `trained`, in this order.
 - **Times.** All times within an event are on the clock of its `m`, which never jumps; `t - m` of the same event makes Unix
   times of them. Frames have Unix times only.
-- **Load.** Requests, environment calls, tools and agents are limited to `trainer.max_events_per_s` (200). Beyond it, some groups
+- **Load.** Requests, environment calls, tools and agents are limited to `trainer.max_events_per_s` (100). Beyond it, some groups
   have none of them, and the others have all. The life of groups is always recorded.
 - **Loss.** A full disk or a full queue stops nothing. `lost` says how many events are missing, and of which groups; frames
   leave out requests, environment calls, tools and agents of these groups.

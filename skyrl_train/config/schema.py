@@ -441,7 +441,7 @@ class TrainerConfig:
     init_from: str | None = None
     samples_per_step: CountOrZero = 2  # groups recorded in samples/ of each step and evaluation; 0: none
     # Requests, environment calls and agents in events/; beyond it, some groups have none. The life of groups is always there
-    max_events_per_s: CountOrZero = 200
+    max_events_per_s: CountOrZero = 100
     # tensorboard | wandb | mlflow | trackio | swanlab | path.to.Tracker
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -127,7 +127,9 @@ class Episode:
         finally:
             times = {"t0": began, "t1": self._events.now()}
             if times["t1"] - began >= SHORTEST_RECORDED_S and self._events.wants(self._session):
-                self._events.detail("environment", self._session, name=self._factory.name, call=call, **times, ok=ok)
+                self._events.detail(
+                    "environment", self._session, {"name": self._factory.name, "call": call, **times, "ok": ok}
+                )
 
     def _run(self, function: Callable[[], T]) -> T:
         try:

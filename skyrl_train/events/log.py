@@ -33,9 +33,11 @@ QUEUE_EVENTS = 65_536
 CLOSE_LIMIT_S = 10.0  # a disk that does not answer must not keep a finished run from ending
 _NAMED_GROUPS = 10_000  # in one ``lost`` event
 _COLLECTED = 10_000  # details of a process without a run folder that wait to be taken
+_ONE_LINE = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 _TIMES = ("t0", "t1")  # of environments, tools and agents
 
 Detail = tuple[str, str | None, dict[str, Any]]  # kind, session, fields
+_Waiting = tuple[str, float, float, dict[str, Any]]  # kind, t, m, fields
 
 
 class EventLog:
@@ -62,7 +64,7 @@ class EventLog:
     ) -> None:
         self.now = clock
         self._folder = folder
-        self._queue: deque[dict[str, Any]] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._queue_events = queue_events
         self._segment_bytes = segment_bytes
         self._sampler = GroupSampler(max_per_s)
@@ -86,10 +88,22 @@ class EventLog:
 
     def record(self, kind: str, **fields: Any) -> None:
         """Record an event. ``fields`` are JSON-able and do not change afterwards."""
-        if not self._closed:
-            # Into the dict of the call, and in one place: this runs on the control loop, a few times per group.
-            fields["kind"], fields["t"], fields["m"] = kind, time.time(), self.now()
-            self._put(fields)
+        self.put(kind, fields)
+
+    def put(self, kind: str, fields: dict[str, Any]) -> None:
+        """Record an event as :meth:`record` does. A dict display costs half as much as keywords, where events come with each
+        group or response."""
+        if self._closed:
+            return
+        if len(self._queue) >= self._queue_events:
+            self._overflowed += 1
+            self._overflowed_groups.extend(_groups_of(fields))
+            return
+        self._queue.append((kind, time.time(), self.now(), fields))
+        if self._thread is None:
+            self._start()
+        elif len(self._queue) == self._queue_events // 4:
+            self._wake.set()
 
     @contextlib.contextmanager
     def span(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -114,11 +128,12 @@ class EventLog:
         """Count a coming detail event of a sample, and return whether it will be recorded (with :meth:`detail`)."""
         return not self._closed and self._sampler.wants(group_name(session), self.now())
 
-    def detail(self, kind: str, session: str | None, **fields: Any) -> None:
+    def detail(self, kind: str, session: str | None, fields: dict[str, Any]) -> None:
         """Record an event of a sample that :meth:`wants` has asked for.
 
         Args:
             session: the sample's session id (``TrajectoryID.to_string()``), or the name of another session.
+            fields: see :meth:`record`. The names of the sample are added to it.
         """
         name = group_name(session)
         if self._closed or not self._sampler.chosen(name):
@@ -128,29 +143,16 @@ class EventLog:
             self._overflowed += 1
             self._sampler.give_up(name)
             return
-        # Not through record(), which would copy the fields.
-        fields["kind"], fields["t"], fields["m"] = kind, time.time(), self.now()
         fields["session"] = session or ""
         fields["group"], fields["sample"] = sample_of(session)
-        self._put(fields)
+        self.put(kind, fields)
 
     def take_over(self, details: Sequence[Detail]) -> None:
         """Record details of another process, from :meth:`CollectedEvents.take`, as far as they are wanted."""
         now = self.now()
         for kind, session, fields in details:
             if self.wants(session):
-                self.detail(kind, session, **fields | {name: now - fields[name] for name in _TIMES})
-
-    def _put(self, event: dict[str, Any]) -> None:
-        if len(self._queue) >= self._queue_events:
-            self._overflowed += 1
-            self._overflowed_groups.extend(_groups_of(event))
-            return
-        self._queue.append(event)
-        if self._thread is None:
-            self._start()
-        elif len(self._queue) == self._queue_events // 4:
-            self._wake.set()
+                self.detail(kind, session, fields | {name: now - fields[name] for name in _TIMES})
 
     def _start(self) -> None:
         with self._starting:
@@ -183,20 +185,18 @@ class EventLog:
             self._write(batch)
         self._close_segment()
 
-    def _write(self, batch: Sequence[dict[str, Any]]) -> None:
+    def _write(self, batch: Sequence[_Waiting]) -> None:
         """Append a batch and what was lost since the last one. A disk that is full or gone loses the batch."""
-        lines = [encode(event) for event in batch]
-        lost = self._lost_event()
-        if lost is not None:
-            lines.append(encode(lost))
-        if not lines:
+        lost = self._lost_fields()
+        waiting = batch if lost is None else [*batch, ("lost", time.time(), self.now(), lost)]
+        if not waiting:
             return
         try:
-            self._append(b"\n".join(lines) + b"\n")
+            self._append(b"".join([encode({"kind": kind, "t": t, "m": m, **fields}) for kind, t, m, fields in waiting]))
         except OSError as error:
             self._unwritten += len(batch)
-            for event in batch:
-                self._unwritten_groups.update(_groups_of(event))
+            for *_, fields in batch:
+                self._unwritten_groups.update(_groups_of(fields))
             if lost is not None:  # said again with the next batch
                 self._unwritten_groups.update(lost["groups"])
                 self._reported = (self._reported[0] - lost["events"], self._reported[1] - lost["sampled_out"])
@@ -206,7 +206,7 @@ class EventLog:
         else:
             self._failing = False
 
-    def _lost_event(self) -> dict[str, Any] | None:
+    def _lost_fields(self) -> dict[str, Any] | None:
         lost, sampled_out = self._overflowed + self._unwritten, self._sampler.left_out
         groups, self._unwritten_groups = self._unwritten_groups, set()
         while self._sampler.given_up:
@@ -217,9 +217,6 @@ class EventLog:
             return None
         before, self._reported = self._reported, (lost, sampled_out)
         return {
-            "kind": "lost",
-            "t": time.time(),
-            "m": self.now(),
             "events": lost - before[0],
             "sampled_out": sampled_out - before[1],
             "groups": sorted(groups, key=str)[:_NAMED_GROUPS],
@@ -275,7 +272,7 @@ class CollectedEvents(EventLog):
     def wants(self, session: str | None) -> bool:
         return True  # the other process decides
 
-    def detail(self, kind: str, session: str | None, **fields: Any) -> None:
+    def detail(self, kind: str, session: str | None, fields: dict[str, Any]) -> None:
         self.collected.append((kind, session, fields))
 
     def take(self) -> list[Detail]:
@@ -308,23 +305,21 @@ def _group_of(name: str) -> int | str:
     return int(group) if "@" in name and group.isdecimal() else name
 
 
-def _groups_of(event: dict[str, Any]) -> list[int | str]:
-    if "session" in event:
-        return [_group_of(group_name(event["session"]))]
-    return [event["group"]] if "group" in event else list(event.get("groups", ()))
+def _groups_of(fields: dict[str, Any]) -> list[int | str]:
+    if "session" in fields:
+        return [_group_of(group_name(fields["session"]))]
+    return [fields["group"]] if "group" in fields else list(fields.get("groups", ()))
 
 
 def encode(event: dict[str, Any]) -> bytes:
-    """Encode an event on one line that begins with its kind, which is taken out of ``event``.
+    """Encode an event, whose first key is its kind, on one line.
 
     NaN and infinities become null, and values that JSON lacks their text.
     """
-    kind = event.pop("kind")
     try:
-        line = orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(event, default=str, option=_ONE_LINE)
     except TypeError:  # text that is not valid Unicode, integers above 64 bits
-        line = orjson.dumps(encodable(event), default=str, option=orjson.OPT_SERIALIZE_NUMPY)
-    return b'{"kind":"%b",%b' % (kind.encode(), line[1:])
+        return orjson.dumps(encodable(event), default=str, option=_ONE_LINE)
 
 
 def encodable(value: Any) -> Any:

@@ -87,14 +87,16 @@ class RequestTrace:
         self._events.detail(
             "request",
             self._request.session_id,
-            prompt_tokens=len(response.prompt_token_ids),
-            t_submit=self._submitted,
-            t_first=self._first,
-            t_end=now,
-            stop=stop_text,
-            replayed=self.replayed if not response.restarts else 0,
-            segments=segments,
-            seams=seams,
+            {
+                "prompt_tokens": len(response.prompt_token_ids),
+                "t_submit": self._submitted,
+                "t_first": self._first,
+                "t_end": now,
+                "stop": stop_text,
+                "replayed": self.replayed if not response.restarts else 0,
+                "segments": segments,
+                "seams": seams,
+            },
         )
 
     def begin(self, engine: int) -> None:
@@ -139,17 +141,21 @@ def segments_of(
     # What an engine sent until the next request was made: not counted earlier, because the last piece may come late.
     ends = [request.before for request in requests[1:]] + [len(versions)]
     for request, end in zip(requests, ends, strict=False):
-        at, t0 = request.before, request.began
+        at, t0, engine = request.before, request.began, request.engine
+        ended = now if request.ended is None else request.ended
+        newest = versions[end - 1] if at < end else last
+        # Comparisons instead of min() and max(): this runs for each recorded response, on the control loop.
         while at < end:
             version = versions[at]
-            until = end if versions[end - 1] == version else bisect_right(versions, version, at, end)
-            t1 = resumed = now if request.ended is None else request.ended
-            if until < end:
-                t1, resumed = pauses.get(versions[until], (t1, resumed))
+            if version == newest:
+                until, t1, resumed = end, ended, ended
+            else:
+                until = bisect_right(versions, version, at, end)
+                t1, resumed = pauses.get(versions[until]) or (ended, ended)
             if segments:
-                seams.append(SEAMS[reason if version == last else min(reason, _UPDATE)])
-            segments.append([version, until - at, t0, max(t0, t1), request.engine])
+                seams.append(SEAMS[reason if version == last or reason < _UPDATE else _UPDATE])
+            segments.append([version, until - at, t0, t1 if t1 > t0 else t0, engine])
             reason, last = _ABORTED, version
-            at, t0 = until, max(t0, resumed)
+            at, t0 = until, resumed if resumed > t0 else t0
         reason = min(reason, request.left)
     return segments, seams

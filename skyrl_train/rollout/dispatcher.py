@@ -215,7 +215,7 @@ class Dispatcher:
         self._buffer.put(group)
         self._staleness.finish(group.group_index, group.oldest_version)
         if self._group_generator.stages.count:
-            self._events.record("buffered", group=group.group_index, reward=group.mean_reward)
+            self._events.put("buffered", {"group": group.group_index, "reward": group.mean_reward})
 
     def _record_failure(self, group_index: int, error: RolloutError) -> None:
         policy = self._failures.on_rollout_failure

@@ -160,16 +160,18 @@ class GroupGenerator:
                     self._prepare_retry(attempt, failure)
             # A group that a stage rejects has failed for good: it is not generated again.
             attempt.generated = True
-            self._events.record(
+            self._events.put(
                 "finished",
-                group=group_index,
-                uid=group.uid,
-                attempt=attempt.number,
-                oldest=group.oldest_version,
-                newest=group.newest_version,
-                tokens=sum(sequence.num_sampled for sample in group.samples for sequence in sample.sequences),
-                stages=self.stages.count,
-                reward=None if self.stages.count else group.mean_reward,
+                {
+                    "group": group_index,
+                    "uid": group.uid,
+                    "attempt": attempt.number,
+                    "oldest": group.oldest_version,
+                    "newest": group.newest_version,
+                    "tokens": sum(sequence.num_sampled for sample in group.samples for sequence in sample.sequences),
+                    "stages": self.stages.count,
+                    "reward": None if self.stages.count else group.mean_reward,
+                },
             )
             group = await self.stages.run(group, attempt.record)
         except (EngineError, GeneratorOutputError, StageError, TrainingWorkerError):

@@ -83,9 +83,9 @@ class Obeying(GeneratorInterface):
                 return client.policy_version, client.capabilities, dict(client.engine_states), self._may_begin()
             case "record":
                 ended = client.events.now()
-                client.events.detail("tool", "p@4_1", names=["search"], t0=ended - 1.0, t1=ended)
+                client.events.detail("tool", "p@4_1", {"names": ["search"], "t0": ended - 1.0, "t1": ended})
                 times = {"t0": ended - 0.25, "t1": ended}
-                client.events.detail("environment", "p@4_1", name="game", call="step", **times, ok=False)
+                client.events.detail("environment", "p@4_1", {"name": "game", "call": "step", **times, "ok": False})
                 return "recorded"
             case "where":
                 return os.getpid()

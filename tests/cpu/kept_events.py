@@ -32,8 +32,8 @@ class KeptEvents(EventLog):
         self.seconds += 1.0
         return self.seconds
 
-    def _put(self, event: Any) -> None:
-        self.kept.append(event)
+    def put(self, kind: str, fields: dict[str, Any]) -> None:
+        self.kept.append({"kind": kind, "t": 1.0, "m": self.now(), **fields})
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.kept if event["kind"] == kind]

@@ -176,10 +176,12 @@ def test_code_that_fails_is_shown_with_its_traceback(capsys: pytest.CaptureFixtu
 def test_calls_are_shown_in_the_order_of_their_ends_with_the_sample_that_made_them() -> None:
     calls = Calls()
     one = [0, 5, 1.0, 3.0, 0]
-    calls.detail("request", "p@0_1", prompt_tokens=3, segments=[one, one], stop="stop", t_submit=1.0, t_end=3.5)
-    calls.detail("tool", "p@0_1", names=["add", "\x1b[2Jsub"], t0=3.5, t1=4.0)
-    calls.detail("environment", "p@0_0", name="gsm8k", call="step", t0=1.0, t1=1.25, ok=True)
-    calls.detail("agent", "p@0_1", turns=1, t0=1.0, t1=5.0, ok=True)
+    calls.detail(
+        "request", "p@0_1", {"prompt_tokens": 3, "segments": [one, one], "stop": "stop", "t_submit": 1.0, "t_end": 3.5}
+    )
+    calls.detail("tool", "p@0_1", {"names": ["add", "\x1b[2Jsub"], "t0": 3.5, "t1": 4.0})
+    calls.detail("environment", "p@0_0", {"name": "gsm8k", "call": "step", "t0": 1.0, "t1": 1.25, "ok": True})
+    calls.detail("agent", "p@0_1", {"turns": 1, "t0": 1.0, "t1": 5.0, "ok": True})
     assert calls.lines(1) == [
         "request: 3 prompt tokens, 10 sampled, ended by stop, 2.500 s",
         "tool calls: add, \\x1b[2Jsub, 0.500 s",

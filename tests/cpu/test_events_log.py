@@ -51,7 +51,7 @@ def test_all_processes_of_a_run_are_read_in_their_order(processes: list[list[str
 @given(st.data())
 def test_a_run_killed_at_any_byte_keeps_its_whole_lines_and_goes_on_in_the_next_segment(data: st.DataObject) -> None:
     texts = data.draw(st.lists(TEXTS, min_size=1, max_size=8))
-    lines = [log_module.encode({"kind": "note", "t": 1.0, "m": 1.0, "text": text}) + b"\n" for text in texts]
+    lines = [log_module.encode({"kind": "note", "t": 1.0, "m": 1.0, "text": text}) for text in texts]
     content = b"".join(lines)
     cut = data.draw(st.integers(0, len(content)))
     whole = content[:cut].count(b"\n")
@@ -94,7 +94,7 @@ def test_what_a_follower_reads_piece_by_piece_is_the_whole(batches: list[list[st
 
 
 def event_of(text: str, group: int = 0) -> Any:
-    return {"kind": "note", "t": 1.0, "m": 2.0, "text": text, "group": group}
+    return ("note", 1.0, 2.0, {"text": text, "group": group})
 
 
 def test_a_follower_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_details_leave_room_in_the_queue_for_the_life_of_groups(
     monkeypatch.setattr(log, "_start", lambda: None)
     for turn in range(10):
         assert log.wants("p@3_0") == (turn <= 4)  # the fifth detail does not fit: the group has no more
-        log.detail("agent", "p@3_0", turns=turn)
+        log.detail("agent", "p@3_0", {"turns": turn})
     for group in range(4):
         log.record("filtered", group=group)
     monkeypatch.undo()
@@ -242,7 +242,7 @@ def test_a_given_up_group_is_not_shown(tmp_path: Path) -> None:
     with closing(EventLog(tmp_path, 1, clock=lambda: now)) as log:
         for turn in range(10):
             if log.wants("p@7_0"):
-                log.detail("agent", "p@7_0", turns=turn)
+                log.detail("agent", "p@7_0", {"turns": turn})
     events = Events(EventReader(tmp_path).poll())
     assert events.counts["agent"] == BURST_S and events.incomplete == {7}
     assert events.frame("agent").empty

@@ -58,10 +58,14 @@ def test_exactly_the_declared_events_and_activities_are_recorded() -> None:
         set(),
         {text(call.args[0]) for call in calls("span", of="events") if isinstance(call.args[0], ast.Constant)},
     )
-    for call in calls("record", "timed", "detail", of="events"):
+    for call in calls("record", "timed", "put", "detail", of="events"):
         kind = text(call.args[0])
         kinds.add(kind)
-        assert {keyword.arg for keyword in call.keywords if keyword.arg} <= {field.name for field in KINDS[kind].fields}
+        fields = {keyword.arg for keyword in call.keywords if keyword.arg}
+        if len(call.args) > 1:  # of put and detail: fields come last, as a dict display
+            assert isinstance(call.args[-1], ast.Dict)
+            fields |= {text(key) for key in call.args[-1].keys if key}
+        assert fields <= {field.name for field in KINDS[kind].fields}
         spans |= {text(keyword.value) for keyword in call.keywords if (kind, keyword.arg) == ("span", "name")}
     # The training thread records the name of what it calls.
     spans |= {ast.unparse(call.args[0]).rpartition(".")[2] for call in calls("run", "update", of="training")}

@@ -286,7 +286,7 @@ class HarnessGenerator(GeneratorInterface):
         def on_tools(names: Sequence[str], seconds: float) -> None:
             if self._events.wants(trajectory):
                 now = self._events.now()
-                self._events.detail("tool", trajectory, names=list(names), t0=now - seconds, t1=now)
+                self._events.detail("tool", trajectory, {"names": list(names), "t0": now - seconds, "t1": now})
 
         opened.session.on_tools = on_tools
         wanted, began, ok = self._events.wants(trajectory), self._events.now(), False
@@ -296,7 +296,7 @@ class HarnessGenerator(GeneratorInterface):
         finally:
             if wanted:
                 turns, ended = opened.session.statistics().turns, self._events.now()
-                self._events.detail("agent", trajectory, turns=turns, t0=began, t1=ended, ok=ok)
+                self._events.detail("agent", trajectory, {"turns": turns, "t0": began, "t1": ended, "ok": ok})
             del self._sampling.sessions[session_id]
             self._store.close(session_id)
 
