@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -137,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkyRLError as error:
         from rich.console import Console
 
-        from skyrl_train.observability.failures import user_frame
+        from skyrl_train.observability.failures import place_of
         from skyrl_train.observability.screen import visible
 
-        place = user_frame("".join(traceback.format_exception(error)), own_only=True)
+        place = place_of(error)
         hint = "" if words[:1] == ["try"] else " `skyrl-train try` shows the traceback of one group."
         code = [f"The code that failed: {place}.{hint}"] if place else []
         notes = getattr(error, "__notes__", ())

@@ -29,7 +29,7 @@ def compare(
     from rich.console import Console
     from rich.table import Table
 
-    from skyrl_train.observability.readers.comparison import RESAMPLES
+    from skyrl_train.observability.readers.comparison import RESAMPLES, best_run
     from skyrl_train.observability.readers.folders import RunsFolder
     from skyrl_train.observability.report.compare import compare_runs, comparison_html
     from skyrl_train.observability.report.sections import number, setting_text, shown
@@ -77,6 +77,7 @@ def compare(
     if not console.is_terminal:
         console.width = WIDTH
     console.print(figures)
+    console.print(f"\n{best_run(names, comparison.at[chosen], chosen)}", soft_wrap=True)
     console.print(
         "\nRewards: means over the last tenth of the largest budget that all runs with steps have reached. Intervals: 95 %, from "
         f"{RESAMPLES} resamples of blocks of these steps, seed 0; they tell the noise of steps, not of seeds.\n"

@@ -30,6 +30,8 @@ def report(
             output.mkdir(parents=True, exist_ok=True)
         path = write_report(newest, output)
     except (OSError, SkyRLError) as error:
+        if isinstance(error, OSError) and not (output and error.filename == str(output)):
+            raise ConfigError(f"The run cannot be read: {error}.") from error
         reason = error.__cause__ or error
         raise ConfigError(f"The report cannot be written: {reason}. Name another folder with --output.") from error
     Console().print(str(path), markup=False, highlight=False, soft_wrap=True)

@@ -43,6 +43,12 @@ _GROUPS = _F("groups", "list", "", "group indices")
 _STEP = _F("step", "int", "", "finished optimizer steps")
 _REASON = _F("reason", "str", "", "why, in words")
 _T0, _T1 = _F("t0", "float", "s", "beginning"), _F("t1", "float", "s", "end")
+_PLACE = _F(
+    "place",
+    "str | null",
+    "",
+    "file:line in function of the user's code that raised; empty: none did; null: of an older version",
+)
 _OK = _F("ok", "bool", "", "whether it succeeded; false also if it was cancelled")
 _SAMPLE = (
     _F("session", "str", "", "name of the sample, or of an outside program's session; empty: none was given"),
@@ -105,6 +111,7 @@ _KINDS: Sequence[EventKind] = (
         _GROUP,
         _F("attempt", "int", "", "number of the failed attempt, from 1"),
         _REASON,
+        _PLACE,
     )),
     EventKind("finished", "a group is generated; its stages follow, or it waits to be trained", (
         _GROUP,
@@ -137,6 +144,7 @@ _KINDS: Sequence[EventKind] = (
     EventKind("failed", "a group has failed for good", (
         _GROUP,
         _REASON,
+        _PLACE,
         _F("masked", "bool", "", "whether it keeps its slot and trains without samples; else the next prompt takes it"),
     )),
     EventKind("filtered", "a group had no signal; the next prompt takes its slot", (_GROUP,)),

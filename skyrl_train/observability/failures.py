@@ -62,6 +62,11 @@ def user_frame(text: str, *, own_only: bool = False) -> str:
     return innermost
 
 
+def place_of(error: BaseException | None) -> str:
+    """Return ``file:line in function`` of the user's code from which an error came; empty if it came from no such line."""
+    return "" if error is None else user_frame("".join(traceback.format_exception(error)), own_only=True)
+
+
 def _shown(file: str, line: str, function: str) -> str:
     path = Path(file)
     return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line} in {function}"

@@ -354,6 +354,8 @@ def failures_text(found: dict[str, Any] | None) -> Text:
             f"{row['count']} x {'failed for good' if row['kind'] == 'failed' else 'failed attempt'}: ", "bold red"
         )
         text.append(visible(f"{row['reason']}\n"))
+        if row["place"]:
+            text.append(f"    at {visible(row['place'])}\n", "dim")
         text.append(f"    again: {visible(row['again'])}\n", "dim")
     for row in found["warnings"]:
         text.append(visible(f"{row['count']} x {row['level'].lower()}, "), "bold")

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Callable
 
 from skyrl_train.config.schema import FailureConfig, FailurePolicy
 from skyrl_train.errors import RolloutError
 from skyrl_train.events.log import NO_EVENTS, EventLog
-from skyrl_train.observability.failures import user_frame
+from skyrl_train.observability.failures import place_of
 from skyrl_train.observability.metrics import SlotTimeIntegral
 from skyrl_train.rollout.buffer import RolloutBuffer
 from skyrl_train.rollout.data.loader import PromptLoader
@@ -220,7 +219,8 @@ class Dispatcher:
     def _record_failure(self, group_index: int, error: RolloutError) -> None:
         policy = self._failures.on_rollout_failure
         masked = policy is FailurePolicy["mask"]
-        self._events.record("failed", group=group_index, reason=str(error), masked=masked)
+        place = place_of(error)
+        self._events.record("failed", group=group_index, reason=str(error), place=place, masked=masked)
         if policy is FailurePolicy["raise"]:
             raise error
         if masked:
@@ -242,7 +242,6 @@ class Dispatcher:
                 f"cause, or raise that limit, and run the same command again. The last failure: {error}"
             ) from error
         if group_index in self._first_groups:
-            place = user_frame("".join(traceback.format_exception(error)), own_only=True)
             self._first_failures.append(place)
             if place and self._first_failures == [place] * FIRST_GROUPS:
                 raise RolloutError(

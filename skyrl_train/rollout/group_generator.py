@@ -37,7 +37,7 @@ from skyrl_train.generators.base import GeneratorInterface, run_generator
 from skyrl_train.generators.validation import is_finite, to_samples
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.replay import ReplayCache
-from skyrl_train.observability.failures import OnFailure
+from skyrl_train.observability.failures import OnFailure, place_of
 from skyrl_train.observability.metrics import quantiles, spec_of
 from skyrl_train.rollout.data.samplers import PromptSource
 from skyrl_train.rollout.stages.pipeline import StagePipeline
@@ -282,7 +282,9 @@ class GroupGenerator:
                 f"the rollout of prompt {attempt.record.uid!r} failed {attempt.number} times; the last time: {reason}"
             ) from cause
         logger.warning("group %d: attempt %d failed (%s), retrying", attempt.group_index, attempt.number, reason)
-        self._events.record("retried", group=attempt.group_index, attempt=attempt.number, reason=reason)
+        self._events.record(
+            "retried", group=attempt.group_index, attempt=attempt.number, reason=reason, place=place_of(cause)
+        )
         self.retries += 1
         if same:
             attempt.lost_actor = True

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import socket
 import tempfile
+import time
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -21,9 +23,10 @@ from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.page import TOKEN_VARIABLE
 from skyrl_train.events.log import EVENTS, EventLog
+from skyrl_train.observability.page import app as page_app
 from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.readers import folders
-from skyrl_train.observability.readers.comparison import bootstrap_interval, compared
+from skyrl_train.observability.readers.comparison import best_run, bootstrap_interval, compared
 from skyrl_train.observability.readers.encoding import to_json
 from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, is_run, read_settings, spread_rows
 from skyrl_train.observability.readers.incidents import incidents
@@ -89,8 +92,9 @@ def test_the_state_of_a_run_follows_from_its_files(tmp_path: Path) -> None:
     path = write_metrics(run, [{"step": 1}])
     runs = RunsFolder(tmp_path)
     assert runs.row("run")["state"] == "live"
-    os.utime(path, (1.0, 1.0))
-    assert runs.row("run")["state"] == "silent"
+    for written in (1.0, time.time() + 3 * 86_400):  # a clock that was set back leaves files from the future
+        os.utime(path, (written, written))
+        assert runs.row("run")["state"] == "silent"
     (run / FINISHED).touch()
     assert runs.row("run")["state"] == "finished"
 
@@ -366,6 +370,9 @@ def test_runs_are_compared_at_the_budget_that_all_have_reached() -> None:
     assert at["runs"][0]["best"] == 0.5 and at["runs"][0]["step_s"] == 2.0 and at["runs"][0]["steps"] == 50
     assert (at["runs"][1]["reward"], at["runs"][1]["low"], at["runs"][1]["high"]) == (0.5, 0.5, 0.5)
     assert compared([long, short], "elapsed")["runs"][0]["best"] == 0.25
+    assert best_run(["a", "b"], at, "step").startswith(
+        "At equal steps, b has the highest reward. Its interval is above that of a."
+    )
     assert compared([long, short], "tokens") == {"budget": 0.0, "reached": [0.0, 0.0], "runs": [{}, {}]}
 
 
@@ -465,6 +472,41 @@ def test_failures_that_differ_only_in_prompts_and_numbers_are_counted_together(t
         (1, "on prompt 'uid-2@2': ValueError: 3 is 4", [2]),
         (2, "on prompt 'uid-0@0': ValueError: 3 is not 4", [0, 1]),
     ]
+
+
+def test_failures_of_one_line_of_code_are_counted_together_whatever_they_say(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENTS)
+    for group, place in enumerate(("reward.py:3 in score", "reward.py:3 in score", "reward.py:9 in score")):
+        log.record("failed", group=group, reason=f"bad {'x' * group}", place=place, masked=True)
+    log.close()
+    found = incidents(EventStore(tmp_path / EVENTS))
+    assert found is not None
+    rows = sorted((row["count"], row["reason"], row["place"], row["examples"]) for row in found["failures"])
+    assert rows == [(1, "bad xx", "reward.py:9 in score", [2]), (2, "bad ", "reward.py:3 in score", [0, 1])]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_metrics(tmp_path / "run", [{"step": 1}])
+
+    def refused(path: Path) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(page_app, "read_jsonl", refused)
+    answer = client_of(tmp_path).get("/api/evaluations?run=run")
+    assert answer.status_code == 403 and "eval.jsonl" in answer.json()["error"]
+
+
+def test_the_best_of_compared_runs_is_told_from_noise_where_the_intervals_are_apart() -> None:
+    def runs(*rewards: tuple[float, float, float]) -> dict[str, Any]:
+        return {"runs": [{"reward": reward, "low": low, "high": high} for reward, low, high in rewards]}
+
+    nan = math.nan
+    assert "may be noise" in best_run(["a", "b"], runs((0.5, 0.4, 0.6), (0.55, 0.5, 0.6)), "tokens")
+    assert "interval is above those of a, c" in best_run(
+        ["a", "b", "c"], runs((0.1, 0.0, 0.2), (0.5, 0.4, 0.6), (0.2, 0.1, 0.3)), "elapsed"
+    )
+    assert "fewer than 3 steps" in best_run(["a", "b"], runs((0.1, nan, nan), (0.5, 0.4, 0.6)), "step")
+    assert "fewer than two" in best_run(["a", "b"], {"runs": [{}, {"reward": 0.5, "low": 0.4, "high": 0.6}]}, "step")
 
 
 def test_a_run_that_was_stopped_or_failed_says_so(tmp_path: Path) -> None:

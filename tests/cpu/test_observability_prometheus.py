@@ -211,6 +211,11 @@ ALERTS: dict[str, tuple[list[dict[str, str]], list[dict[str, str]], int]] = {
         [LIVE, series("last_step_timestamp_seconds", "0x20"), series("median_step_seconds", "600x20")],
         6,
     ),
+    "NoFirstStep": (
+        [series("run_info", "1x40", state="live")],
+        [series("run_info", "1x40", state="live"), series("last_step_timestamp_seconds", "0x40")],
+        31,
+    ),
     "RunSilent": ([series("run_info", "1x20", state="silent")], [LIVE], 3),
     "RunFailed": ([series("run_info", "1x20", state="failed")], [series("run_info", "1x20", state="stopped")], 1),
     "RewardNotANumber": ([series("reward_mean", "NaN NaN")], [series("reward_mean", "0x20")], 1),

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skyrl_train.events.log import EVENTS
 from skyrl_train.observability.metrics import known_spec
 from skyrl_train.observability.page.prometheus import exposition
-from skyrl_train.observability.readers.comparison import AXES, compared
+from skyrl_train.observability.readers.comparison import AXES, best_run, compared
 from skyrl_train.observability.readers.encoding import to_json
 from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
 from skyrl_train.observability.readers.incidents import checkpoint_steps, incidents, log_end, log_files, run_advice
@@ -154,9 +154,12 @@ class _Page:
         names, axis = query.getlist("run")[:MAX_COMPARED], query.get("axis", "step")
         if axis not in AXES:
             raise _BadQueryError(f"The parameter 'axis' is one of {', '.join(AXES)}.")
+        runs = [self._runs.row(name) for name in names]
+        at = compared([self._table(name).columns() for name in names], axis)
         return {
-            "runs": [self._runs.row(name) for name in names],
-            "at": compared([self._table(name).columns() for name in names], axis),
+            "runs": runs,
+            "at": at,
+            "said": best_run([run["title"] for run in runs], at, axis),
             "settings": differing_settings([read_settings(self._runs.file(name, CONFIG)) for name in names]),
         }
 
@@ -296,12 +299,14 @@ def _endpoint(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Respo
             return Response(content, headers=headers, media_type="application/json")
         except (NoSuchRunError, _BadQueryError) as error:
             return _error(error)
+        except OSError as error:  # a run of another user, a file server that does not answer
+            return _error(error, 403)
 
     return respond
 
 
-def _error(error: Exception) -> Response:
-    status = 404 if isinstance(error, NoSuchRunError) else 400
+def _error(error: Exception, status: int = 400) -> Response:
+    status = 404 if isinstance(error, NoSuchRunError) else status
     return Response(to_json({"error": str(error)}), status, media_type="application/json")
 
 

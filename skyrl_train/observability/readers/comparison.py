@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+EQUAL = {"step": "steps", "elapsed": "time", "tokens": "tokens"}  # names of the axes
 AXES = {"step": "step", "elapsed": "elapsed_s", "tokens": "inference/generated_tokens_total"}
 LAST_SHARE = 0.1  # of the budget, over which rewards are averaged
 RESAMPLES = 1000
+MIN_STEPS = 3  # of an interval
 
 Columns = Mapping[str, NDArray[np.float64]]
 
@@ -31,6 +33,29 @@ def compared(runs: Sequence[Columns], axis: str) -> dict[str, Any]:
     reached = [float(np.nanmax(run[name])) if name in run and np.isfinite(run[name]).any() else 0.0 for run in runs]
     budget = min((one for one in reached if one > 0), default=0.0)
     return {"budget": budget, "reached": reached, "runs": [_within(run, name, budget) for run in runs]}
+
+
+def best_run(names: Sequence[str], at: Mapping[str, Any], axis: str) -> str:
+    """Return in a few words which run has the highest reward, and whether the noise of steps explains the difference.
+
+    Args:
+        names: of the runs.
+        at: what :func:`compared` returned of them along ``axis``.
+    """
+    runs = {
+        name: run for name, run in zip(names, at["runs"], strict=True) if math.isfinite(run.get("reward", math.nan))
+    }
+    if len(runs) < 2:
+        return f"At equal {EQUAL[axis]}, fewer than two runs have rewards."
+    best = max(runs, key=lambda name: runs[name]["reward"])
+    others = [name for name in runs if name != best]
+    said = f"At equal {EQUAL[axis]}, {best} has the highest reward. "
+    if any(math.isnan(run["low"]) for run in runs.values()):
+        return f"{said}Nothing tells it from noise: the last tenth of the budget has fewer than {MIN_STEPS} steps."
+    alike = [name for name in others if runs[name]["high"] >= runs[best]["low"]]
+    if alike:
+        return f"{said}Its interval overlaps with that of {', '.join(alike)}: there, the difference may be noise."
+    return f"{said}Its interval is above {'that' if len(others) == 1 else 'those'} of {', '.join(others)}."
 
 
 def _within(run: Columns, name: str, budget: float) -> dict[str, Any]:
@@ -61,13 +86,13 @@ def _within(run: Columns, name: str, budget: float) -> dict[str, Any]:
 
 
 def bootstrap_interval(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of consecutive values; NaN for fewer than 3.
+    """Return the 95 % interval of the mean of consecutive values; NaN for fewer than :data:`MIN_STEPS`.
 
     Blocks of n^(1/3) consecutive values are drawn (the moving block bootstrap, Kuensch 1989), because neighbouring steps are
     alike.
     """
     count = len(values)
-    if count < 3:
+    if count < MIN_STEPS:
         return math.nan, math.nan
     block = math.ceil(count ** (1 / 3))
     starts = np.random.default_rng(0).integers(0, count - block + 1, (RESAMPLES, math.ceil(count / block)))

@@ -28,6 +28,7 @@ _MARKS = (CONFIG, METRICS, LOCK)
 _LEVELS = 2  # runs/NAME and runs/GROUP/NAME
 _NEWEST = 500  # runs in the list
 LIVE_S = 60.0  # a run that trains writes at least one line per second to events/
+MAX_AHEAD_S = 3600.0  # of the clock of a file server
 _CONFIG_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
 
@@ -97,7 +98,8 @@ class RunsFolder:
         rows = spread_rows(self.file(name, METRICS), 40)
         last = rows[-1] if rows else {}
         written = last_write(path)
-        state = "live" if time.time() - written < LIVE_S else "silent"
+        # Files from the future were written before a clock was set back.
+        state = "live" if -MAX_AHEAD_S < time.time() - written < LIVE_S else "silent"
         if self.file(name, FINISHED).is_file():
             state = "finished"
         elif segments := _last_segments(self.file(name, EVENTS)):

@@ -26,15 +26,16 @@ _SUFFIXES = (".log", ".txt", ".out", ".err")
 def incidents(store: EventStore, segments: int = MAX_SCANNED) -> dict[str, Any] | None:
     """Return failures and warnings of the newest ``segments`` of the record. None: nothing is recorded.
 
-    Those that differ only in numbers and in the prompt are counted together. A row of failures has the command that
-    generates one of their groups again, with all that happens shown.
+    Failures that one line of the user's code raised are counted together, with the reason of the first; others, and warnings,
+    if they differ only in numbers and in the prompt. A row of failures has the command that generates one of their groups
+    again, with all that happens shown.
     """
     events = store.rare(segments)
     if events is None:
         return None
     failed = (event for event in events if event["kind"] in ("failed", "retried"))
     said = (event for event in events if event["kind"] == "warning")
-    failures = _counted(failed, ("kind", "reason"), "group")
+    failures = _counted(failed, ("kind", "place", "reason"), "group")
     for row in failures:
         row["again"] = shlex.join(["skyrl-train", "try", str(store.run), "--prompt", str(row["examples"][0])])
     return {
@@ -88,14 +89,14 @@ def _counted(events: Iterable[dict[str, Any]], names: tuple[str, ...], example: 
     """Return a row per kind of event with count, first and last time, the one that came last first.
 
     Args:
-        names: fields that tell the kinds apart; in the last one, prompts and numbers may differ.
+        names: fields that tell the kinds apart; in the last one, prompts and numbers may differ, or all with the same place.
         example: a field of which a row has up to five values.
     """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for event in events:
         *exact, text = (event[name] for name in names)
         new = {name: event[name] for name in names} | {"count": 0, "first": event["at"], "examples": []}
-        row = rows.setdefault((*exact, _VARYING.sub("", text)), new)
+        row = rows.setdefault((*exact, "" if event.get("place") else _VARYING.sub("", text)), new)
         row["count"] += 1
         row["last"] = event["at"]
         if example and len(row["examples"]) < 5:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.observability.readers.comparison import AXES, compared
+from skyrl_train.observability.readers.comparison import AXES, best_run, compared
 from skyrl_train.observability.readers.folders import RunsFolder, read_settings
 from skyrl_train.observability.readers.series import MetricTable
 from skyrl_train.observability.readers.settings import differing_settings
@@ -61,7 +61,12 @@ def comparison_html(comparison: RunComparison, axis: str = "step") -> str:
     rows = [{"title": name} for name in comparison.names]
     limit = CURVE_BYTES // max(1, len(rows))
     answers = {
-        f"compare {name}": {"runs": rows, "at": at, "settings": comparison.settings}
+        f"compare {name}": {
+            "runs": rows,
+            "at": at,
+            "said": best_run(comparison.names, at, name),
+            "settings": comparison.settings,
+        }
         for name, at in comparison.at.items()
     } | {f"metrics {index}": decimated(table, CURVES, limit) for index, table in enumerate(comparison.tables)}
     properties = {"runs": [str(index) for index in range(len(rows))], "opens": axis}

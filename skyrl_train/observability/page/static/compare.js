@@ -40,6 +40,7 @@ export function Comparison({ runs, link, opens }) {
         <td class="n">${number(at.best)}</td><td class="n">${number(at.steps)}</td><td class="n">${withUnit(at.step_s, "s")}</td><td class="n">${number(at.sampled_per_s)}</td><td class="n">${withUnit(at.idle, "share")}</td>
         <td class="n">${number(at.lag)}</td><td class="n">${withUnit(at.truncated, "share")}</td><td class="n">${title(data.at.reached[index])}</td></tr>`)}
     </tbody></table></div>
+    <p><${Text}>${data.said}<//></p>
     <p class="note">The reward is the mean over the steps in the last tenth of the budget that all runs have reached. Intervals come from a bootstrap of blocks of these steps: they tell the noise of steps, not of seeds.</p>
     <div class="grid">${CURVES.filter(([name]) => curves.some((run) => run.mean[name]?.some((one) => one !== null))).map(([name, label, unit]) => html`<${Overlay} key=${name} name=${name} label=${label} unit=${unit}
       curves=${curves} names=${names} axis=${axis} smooth=${smooth} range=${range} onRange=${setRange} />`)}</div>

@@ -89,7 +89,7 @@ export function Failures({ run, ticks }) {
         <td class="wrap"><${Text}>${row.finding}<//></td><td class="wrap"><${Text}>${row.action}<//></td><td class="when">${moment(row.at)}</td></tr>`)}</tbody></table></div>`}
     <h3>Failed groups and attempts</h3>
     ${events.failures.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th class="n">times</th><th>what</th><th>why</th><th>groups, for example</th><th>the first of them again</th><th>first</th><th>last</th></tr></thead><tbody>
-      ${events.failures.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.kind === "failed" ? html`<span class="state failed">failed for good</span>` : "failed attempt"}</td><td class="wrap mono"><${Text}>${row.reason}<//></td>
+      ${events.failures.map((row) => html`<tr><td class="n">${row.count}</td><td>${row.kind === "failed" ? html`<span class="state failed">failed for good</span>` : "failed attempt"}</td><td class="wrap mono"><${Text}>${row.reason}<//>${row.place && html`<div class="note"><${Text}>${row.place}<//></div>`}</td>
         <td>${row.examples.join(", ")}</td><td class="wrap mono">${row.again.split(" ").map((word) => html`<span class="word"><${Text}>${word}<//></span> `)}</td><td class="when">${moment(row.first)}</td><td class="when">${ago(row.last)}</td></tr>`)}</tbody></table></div>`}
     <h3>Warnings</h3>
     ${events.warnings.length === 0 ? html`<p class="note">None.</p>` : html`<div class="scroll"><table class="told"><thead><tr><th class="n">times</th><th>level</th><th>text</th><th>from</th><th>last</th></tr></thead><tbody>
