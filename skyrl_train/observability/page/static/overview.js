@@ -57,12 +57,14 @@ export function Overview({ run, info, ticks }) {
       <${Latency} ...${shared} />
     </div>
     <div class="grid small">
-      ${SANITY.filter(([name]) => data.mean[name]?.some((one) => one !== null)).map(([name, title]) => html`<${MetricCard}
+      ${SANITY.filter(([name]) => some(data.mean[name])).sort(([one], [other]) => isFlat(data.mean[one]) - isFlat(data.mean[other])).map(([name, title]) => html`<${MetricCard}
         key=${name} title=${title} metric=${metrics[name] ?? { name, unit: "", meaning: "" }} data=${data} x=${x} axis=${axis} range=${range} onRange=${setRange} />`)}
     </div>`;
 }
 
 const some = (values) => values?.some((one) => one !== null);
+// Curves that never change come last.
+const isFlat = (values) => new Set(values.filter((one) => one !== null)).size < 2;
 const last = (values) => values?.findLast((one) => one !== null);
 
 function Card({ title, unit, now, note, children }) {
