@@ -68,7 +68,7 @@ async def guess(prompt, base_url, api_key, extras):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     folder, *overrides = sys.argv[1:]
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ from skyrl_train.observability.trackers.tracker import Tracker, sample_table
 logger = logging.getLogger(__name__)
 
 MAX_PENDING = 1000  # calls that wait for a tracker; further ones are left out
+SILENT_S = 30.0  # of one call, after which the screen says that the tracker does not answer
 CLOSE_LIMIT_S = 60.0  # at the end of a run, for all trackers together
 
 TrackerFactory = Callable[[Path, RunConfig, int], Tracker]
@@ -161,6 +162,8 @@ class _TrackerThread:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._note: Callable[[str], None] = logger.info
         self._full = False
+        self._silent = False
+        self._since: float | None = None  # beginning of the call under way
         # Of the thread alone.
         self._tracker: Tracker | None = None
         self._failed = False
@@ -173,6 +176,10 @@ class _TrackerThread:
         self._queue.put(lambda: self._open(step))
 
     def put(self, call: Callable[[Tracker], None]) -> None:
+        since = self._since
+        if since is not None and time.monotonic() - since > SILENT_S and not self._silent:
+            self._silent = True
+            self._say(f"has not answered for {SILENT_S:.0f} s: its server cannot be reached, or is slow")
         if self._queue.qsize() >= MAX_PENDING:
             if not self._full:
                 self._full = True
@@ -193,6 +200,7 @@ class _TrackerThread:
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
+            self._since = time.monotonic()
             try:
                 call()
             except (Exception, SystemExit) as error:  # a package that calls exit() must not end the thread
@@ -200,6 +208,7 @@ class _TrackerThread:
                 if not self._failed:
                     self._failed = True
                     self._say(f"failed: {type(error).__name__}: {error}", error)
+            self._since = None
 
     def _open(self, step: int) -> None:
         self._tracker = self._make(self._folder, self._config, step)
