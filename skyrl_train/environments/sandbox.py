@@ -118,7 +118,8 @@ def why_unavailable(isolation: str) -> str | None:
     Runs an empty program, once per process.
     """
     try:
-        result = _run("", "", SandboxLimits(), isolation)
+        # With time for a busy machine: the answer holds for the life of the process.
+        result = _run("", "", SandboxLimits(cpu_s=60, wall_s=300.0), isolation)
     except (SandboxError, OSError) as error:
         reason = str(error)
     else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.environments import sandbox
 from skyrl_train.environments.python_tests import PythonTests, fenced_program, same_output
 from skyrl_train.environments.sandbox import (
     ISOLATIONS,
@@ -242,6 +243,15 @@ def test_an_unknown_isolation_is_refused() -> None:
 )
 def test_the_last_fenced_program_counts(text: str, program: str | None) -> None:
     assert fenced_program(text) == program
+
+
+def test_a_machine_that_is_slow_for_a_minute_is_not_one_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> SandboxResult:
+        in_time = limits.wall_s > 60 and limits.cpu_s > 10
+        return SandboxResult("", "", 0 if in_time else 137, timed_out=not in_time)
+
+    monkeypatch.setattr(sandbox, "_run", slow)
+    assert why_unavailable.__wrapped__("namespaces") is None  # the answer is kept for the life of the process
 
 
 def test_output_is_compared_without_white_space_at_ends() -> None:
