@@ -45,7 +45,8 @@ class SkyRLError(Exception):
     def docs(self) -> str:
         """The section of the documentation about this family of errors, named after the class below this one."""
         kinds = type(self).__mro__
-        return f"docs/tutorials/errors.md#{kinds[max(kinds.index(SkyRLError) - 1, 0)].__name__.lower()}"
+        root = kinds.index(SkyRLError)
+        return "docs/tutorials/errors.md" + (f"#{kinds[root - 1].__name__.lower()}" if root else "")
 
 
 class ConfigError(SkyRLError):

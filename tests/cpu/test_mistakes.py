@@ -315,5 +315,6 @@ def test_each_family_of_errors_has_a_section_and_its_subclasses_name_it() -> Non
         assert (page, section in {name.lower() for name in families}) == ("docs/tutorials/errors.md", True)
         assert kind.__name__ in pages["errors"]
     assert errors.NonFiniteRewardError("").docs.endswith("#rollouterror")
+    assert errors.SkyRLError("").docs == "docs/tutorials/errors.md", "without a section of its own"
     linked = re.findall(r"\(errors\.md#(\w+)\)", pages["troubleshooting"])
     assert {"configerror", "dataerror", "modelerror", "rollouterror"} <= set(linked) <= {n.lower() for n in families}
