@@ -18,7 +18,7 @@ QUICK = [
     ("driver_cost --groups 20 --samples 1 --tokens 16 --policies accept", "| `accept` | **"),
     ("embedded_engine --requests 1 --tokens 2", "1  "),
     ("embedded_engine --requests 2 --tokens 4 --grammar", "2  process"),
-    ("record_cost --groups 20 --samples 1 --tokens 16 --rounds 1", "| 1 | 200 | "),
+    ("record_cost --groups 20 --samples 1 --tokens 16 --rounds 1", "| 1 | 100 | "),
     ("gpu_weight_sync --dry --updates 1", "embedded dry shared_memory: "),
     ("gpu_attention --dry --output attention.json", "| 256 | 1 | "),
     (

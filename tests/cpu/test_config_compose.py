@@ -307,7 +307,7 @@ def test_a_run_resumes_unless_a_setting_changes_that_makes_another_run(keys: lis
         section, _, name = key.rpartition(".")
         setattr(setting(other, section), name, "another value")
     found = changes(RunConfig(), other)
-    places = {f"trainer.{name}" for name in ("run_name", "runs_dir", "run_dir", "resume")}
+    places = {f"trainer.{name}" for name in ("run_name", "runs_dir", "run_dir", "resume", "resume_step")}
     assert {change.key for change in found} == set(keys) - places
     assert {change.key for change in differences(RunConfig(), other)} == {
         key for key in keys if table_entry(key) in MAKES_ANOTHER_RUN

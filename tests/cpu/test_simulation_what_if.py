@@ -119,8 +119,9 @@ class VirtualEvents(EventLog):
         super().__init__(Path(), 10**6, clock=lambda: asyncio.get_running_loop().time())
         self.kept: list[dict[str, Any]] = []
 
-    def _put(self, event: Any) -> None:
-        self.kept.append({"kind": event["kind"], **event, "t": event["m"]})
+    def put(self, kind: str, fields: dict[str, Any]) -> None:
+        now = self.now()
+        self.kept.append({"kind": kind, "t": now, "m": now, **fields})
 
 
 def record_run(folder: Path, workload: Workload, *overrides: str) -> Outcome:
