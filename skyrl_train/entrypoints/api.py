@@ -46,6 +46,8 @@ Overrides = Sequence[str] | Mapping[str, Any]
 # Arguments of TRL's trainers, and settings that have an argument.
 _ARGUMENTS_ELSEWHERE = {
     "reward_funcs": "reward_fn",
+    "reward": "reward_fn",
+    "env": "environment",
     "train_dataset": "dataset",
     "data": "dataset",
     "eval_data": "eval_dataset",

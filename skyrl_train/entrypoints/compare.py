@@ -37,9 +37,12 @@ def compare(
     from skyrl_train.observability.screen import duration, visible
 
     folders = [RunsFolder(path) for path in runs]
-    paths = [folder.path(name) for folder in folders for name in sorted(folder.names())]
+    names_of = [sorted(folder.names()) for folder in folders]
+    if missing := [str(path) for path, names in zip(runs, names_of, strict=True) if not names]:
+        raise ConfigError(f"There is no run in {', '.join(missing)}.")
+    paths = [folder.path(name) for folder, names in zip(folders, names_of, strict=True) for name in names]
     if len(paths) < 2:
-        raise ConfigError(f"A comparison needs two runs; found: {', '.join(map(str, paths)) or 'none'}.")
+        raise ConfigError(f"A comparison needs two runs; found: {paths[0]}.")
     comparison = compare_runs(paths)
     names = [visible(name) for name in comparison.names]
 

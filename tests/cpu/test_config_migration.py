@@ -240,6 +240,15 @@ def test_a_file_with_interpolations_and_overrides_behind_it(tmp_path: Path) -> N
     assert '{"megatron_config": "policy"}' in migration.without[0][1] and "--cfg job" in migration.without[0][1]
 
 
+def test_a_setting_that_a_table_lacks_is_named_and_left_out() -> None:
+    migration = migrate("trl", ["learning_rate=1e-6", "loging_steps=1", "num_generation=4"])
+    assert [name for name, _, _, _ in migration.mapped] == ["learning_rate"]
+    assert dict(migration.without) == {
+        "loging_steps": "it is not in our table of TRL's settings.",
+        "num_generation": "it is not in our table of TRL's settings. Did you mean num_generations?",
+    }
+
+
 def test_hydras_defaults_without_other_files_are_not_named(tmp_path: Path) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text("defaults: [_self_]\ntrainer: {epochs: 3}\n")

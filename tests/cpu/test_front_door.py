@@ -398,6 +398,7 @@ def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own_and_the_notebook
         ({"eval_dataset": []}, "eval_dataset has no rows"),
         ({"learning_rate": 1e-3}, "overrides={'trainer.policy.optimizer_config.lr': ...}"),
         ({"reward_funcs": len}, "train() has no argument 'reward_funcs'. Did you mean reward_fn?"),
+        ({"reward": len}, "train() has no argument 'reward'. Did you mean reward_fn?"),
         ({"enviroment": "gsm8k"}, "Did you mean environment?"),
         ({"mode": "sync"}, "overrides={'trainer.mode': ...}"),
         ({"data": []}, "Did you mean dataset?"),

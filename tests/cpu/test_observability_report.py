@@ -377,11 +377,22 @@ def test_the_chosen_axis_comes_first_in_the_table_and_opens_the_file(
     assert f"&quot;opens&quot;:&quot;{axis}&quot;" in output.read_text()
 
 
-@pytest.mark.parametrize("runs", [["a"], ["none"], ["a", "none"]])
-def test_a_comparison_needs_two_runs(tmp_path: Path, runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        (["a"], "needs two runs"),
+        (["none"], "no run in"),
+        (["a", "none"], "no run in"),
+        (["a", "a", "none"], "no run in"),
+    ],
+)
+def test_a_comparison_needs_two_runs_and_names_one_that_is_missing(
+    tmp_path: Path, runs: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path / "a", [0.1])
     assert main(["compare", *(str(tmp_path / run) for run in runs)]) == 2
-    assert "needs two runs" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert said in told and (said == "needs two runs" or str(tmp_path / "none") in told)
 
 
 def test_runs_of_the_same_name_are_told_apart_and_texts_are_harmless(

@@ -806,4 +806,4 @@ _RENAMED = {
     "trainer.use_sample_packing": "trainer.remove_microbatch_padding",
 }
 
-SKYRL = Library("SkyRL", "0.3.0", _SETTINGS, _RENAMED)
+SKYRL = Library("SkyRL", "0.3.0", _SETTINGS, _RENAMED, whole=True)

@@ -40,12 +40,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Library:
-    """A library, the version that its table describes, its settings, and former names of some of them."""
+    """A library, the version that its table describes, its settings, and former names of some of them.
+
+    ``whole``: the table has all of its settings, so that another name is a mistake.
+    """
 
     title: str
     version: str
     settings: Sequence[Setting]
     renamed: Mapping[str, str] = field(default_factory=dict)
+    whole: bool = False
 
     def rows(self, name: str) -> list[Setting]:
         """Return the rows named ``name``, else the rows of the nearest section around it."""

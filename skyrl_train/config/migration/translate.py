@@ -85,7 +85,8 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
             have are applied last, as they are.
 
     Raises:
-        ConfigError: the file cannot be read, a name is known to neither, or a value is of another type here.
+        ConfigError: the file cannot be read, a name is known to neither, though the table is whole, or a value is of another
+            type here.
     """
     if library not in LIBRARIES:
         raise ConfigError(
@@ -114,10 +115,11 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
             if name in known_keys() or in_free_section(name):
                 settings[name] = value
                 continue
-            known = [row.name.removesuffix(".*") for row in table.settings]
-            raise ConfigError(
-                f"{name} is a setting of neither {table.title} nor skyrl_train.{did_you_mean(name, known)}"
-            )
+            meant = did_you_mean(name, [row.name.removesuffix(".*") for row in table.settings])
+            if table.whole:
+                raise ConfigError(f"{name} is a setting of neither {table.title} nor skyrl_train.{meant}")
+            without.append((name, f"it is not in our table of {table.title}'s settings.{meant}"))
+            continue
         given[name] = value
         numbers = [row.default for row in table.rows(name) if isinstance(row.default, bool | int | float)]
         if numbers and (not isinstance(value, int | float) or isinstance(value, bool) != isinstance(numbers[0], bool)):
