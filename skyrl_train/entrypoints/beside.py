@@ -26,7 +26,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from skyrl_train.entrypoints.page import DEFAULT_PORT, TOKEN_VARIABLE, page_server
+from skyrl_train.entrypoints.page import DEFAULT_PORT, TOKEN_VARIABLE, address, page_server
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run_folder import LOGS
 from skyrl_train.runtime.listening import bind
@@ -66,9 +66,8 @@ class Readers:
 
     def __enter__(self) -> Self:
         if self.url is not None:
-            token = os.environ.get(TOKEN_VARIABLE)
-            shown = f"{self.url}/?token={token}" if token else f"{self.url}/"
-            Console().print(f"The page of the run: {shown}", markup=False, highlight=False, soft_wrap=True)
+            text = f"The page of the run: {address(self.url, os.environ.get(TOKEN_VARIABLE))}"
+            Console().print(text, markup=False, highlight=False, soft_wrap=True)
         if self._screens is not None:
             self._screens.hold()
         return self

@@ -29,7 +29,8 @@ LIMIT_S = 120.0  # for the processes to start and to look
 PING_LIMIT_S = 60.0  # for the nodes to find each other
 PINGS = 5  # of which the quickest counts
 
-Finding = tuple[str, str, str]  # as in doctor.py
+DISTRIBUTION = "skyrl-async"
+Finding = tuple[str, str, str]  # name of the check, result, and remedy: empty if the check has passed
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def cluster(config: RunConfig) -> Iterator[Finding]:
 
         from skyrl_train.workers.ray import connect
     except ImportError:
-        yield "Ray", "the recipe uses it, and it is not installed", "pip install 'skyrl-async[cluster]'"
+        yield "Ray", "the recipe uses it, and it is not installed", f"pip install '{DISTRIBUTION}[cluster]'"
         return
     with ExitStack() as stack:
         if not ray.is_initialized():
@@ -165,7 +166,7 @@ def cluster(config: RunConfig) -> Iterator[Finding]:
         runs = Path(config.trainer.run_dir or config.trainer.runs_dir).absolute()
         model = config.trainer.policy.model.path
         model = model if model is not None and Path(model).exists() else None
-        packages = sorted({Requirement(text).name for text in required()} | {"ray", "vllm", "skyrl-async"})
+        packages = sorted({Requirement(text).name for text in required()} | {"ray", "vllm", DISTRIBUTION})
         written = None
         with suppress(OSError):  # the check of this machine has said so
             written = stack.enter_context(tempfile.NamedTemporaryFile(dir=existing(runs), prefix=".doctor-")).name
@@ -186,7 +187,7 @@ def cluster(config: RunConfig) -> Iterator[Finding]:
                 yield (
                     "node",
                     f"{name}: {first_line(error)}",
-                    f"pip install 'skyrl-async=={version_of('skyrl-async')}' there",
+                    f"pip install '{DISTRIBUTION}=={version_of(DISTRIBUTION)}' there",
                 )
         sharded = config.trainer.strategy is TrainingStrategy.fsdp2 and config.trainer.ckpt_path is None
         yield from compared(reports, str(runs), model, must_share=sharded)
@@ -216,7 +217,7 @@ def cluster(config: RunConfig) -> Iterator[Finding]:
 def required() -> list[str]:
     """Return the requirements of this library; none where it is not installed."""
     try:
-        return importlib.metadata.requires("skyrl-async") or []
+        return importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
 

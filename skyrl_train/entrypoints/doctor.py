@@ -5,7 +5,6 @@ One line per check; a failed one has its remedy.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -21,20 +20,17 @@ from rich.text import Text
 
 from skyrl_train.config.memory import this_machine
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.entrypoints.cluster_check import cluster
+from skyrl_train.entrypoints.cluster_check import DISTRIBUTION, Finding, cluster, existing, required, version_of
 from skyrl_train.entrypoints.page import DEFAULT_PORT
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.environments.sandbox import ISOLATIONS, why_unavailable
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.runtime.listening import bind
 
-DISTRIBUTION = "skyrl-async"
 GIB = 2**30
 MIN_SHM_BYTES = GIB  # weights travel through it; a container has 64 MiB by default
 MIN_DISK_BYTES = 2 * GIB
 CONNECT_LIMIT_S = 2.0
-
-Finding = tuple[str, str, str]  # name of the check, result, and remedy: empty if the check has passed
 
 
 def doctor(recipe: str | None, overrides: Sequence[str], config_dir: Path | None, *, library: str | None = None) -> int:
@@ -64,22 +60,17 @@ def doctor(recipe: str | None, overrides: Sequence[str], config_dir: Path | None
 def packages(config: RunConfig) -> Iterator[Finding]:
     """Python, and the versions of the dependencies that this library pins."""
     yield "Python", f"{platform.python_version()} at {sys.executable}", ""
-    try:
-        required = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
+    if version_of(DISTRIBUTION) == "missing":
         yield "packages", f"{DISTRIBUTION} is not installed here, so versions are not checked", ""
         return
     wrong = 0
-    for requirement in map(Requirement, required):
+    for requirement in map(Requirement, required()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        try:
-            installed = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            installed = None
-        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+        installed = version_of(requirement.name)
+        if installed == "missing" or not requirement.specifier.contains(installed, prereleases=True):
             wrong += 1
-            yield requirement.name, f"{installed or 'missing'}", f"pip install '{requirement}'"
+            yield requirement.name, installed, f"pip install '{requirement}'"
     if not wrong:
         yield "packages", f"the versions that {DISTRIBUTION} asks for", ""
 
@@ -117,7 +108,7 @@ def folders(config: RunConfig) -> Iterator[Finding]:
     """Where the run writes: may it, and is there room?"""
     wanted = Path(config.trainer.run_dir or config.trainer.runs_dir).absolute()
     for name, folder in (("runs", wanted), ("temporary files", Path(tempfile.gettempdir()))):
-        exists = next(path for path in (folder, *folder.parents) if path.exists())
+        exists = existing(folder)
         free = shutil.disk_usage(exists).free
         remedy = ""
         if not os.access(exists, os.W_OK | os.X_OK):

@@ -252,7 +252,7 @@ def init(
 ) -> int:
     """Write a recipe, code and a test for your data. They run unchanged; edit them as you like.
 
-    In a terminal, it asks for the columns whose names do not tell what they are.
+    In a terminal, it asks for the columns that it does not recognise by their names.
     """
     from rich.console import Console
 

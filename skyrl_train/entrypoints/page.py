@@ -39,10 +39,15 @@ def page(
     listener, url = bind(host, port, "--port")
     with listener:
         token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(host) else secrets.token_urlsafe(24))
-        shown = f"{url}/?token={token}" if token else f"{url}/"
-        Console().print(f"runs of {runs_dir} at {shown}", markup=False, highlight=False, soft_wrap=True)
+        text = f"runs of {runs_dir} at {address(url, token)}"
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
         page_server(runs_dir, token).run(sockets=[listener])
     return 0
+
+
+def address(url: str, token: str | None) -> str:
+    """Return the address that a browser opens first."""
+    return f"{url}/?token={token}" if token else f"{url}/"
 
 
 def page_server(root: Path, token: str | None) -> Server:

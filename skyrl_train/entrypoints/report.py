@@ -25,15 +25,18 @@ def report(
 
     runs = RunsFolder(run)
     newest = runs.path(runs.newest())
+    unwritten = "The report cannot be written: {}. Name another folder with --output."
     try:
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(unwritten.format(error)) from error
+    try:
         path = write_report(newest, output)
-    except (OSError, SkyRLError) as error:
-        if isinstance(error, OSError) and not (output and error.filename == str(output)):
-            raise ConfigError(f"The run cannot be read: {error}.") from error
-        reason = error.__cause__ or error
-        raise ConfigError(f"The report cannot be written: {reason}. Name another folder with --output.") from error
+    except OSError as error:
+        raise ConfigError(f"The run cannot be read: {error}.") from error
+    except SkyRLError as error:
+        raise ConfigError(unwritten.format(error.__cause__ or error)) from error
     Console().print(str(path), markup=False, highlight=False, soft_wrap=True)
     if show:
         webbrowser.open(path.resolve().as_uri())

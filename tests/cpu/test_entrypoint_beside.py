@@ -64,7 +64,10 @@ def test_the_page_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
-def test_the_page_is_served_while_the_run_trains(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_served_while_the_run_trains(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(beside, "END_LIMIT_S", 600.0)  # on a busy machine, a server takes long to end by itself
     with Readers(page="0", watch=False) as readers:
         assert f"The page of the run: {readers.url}/" in capsys.readouterr().out
         readers.begin(run)

@@ -371,7 +371,7 @@ def test_runs_are_compared_at_the_budget_that_all_have_reached() -> None:
     assert (at["runs"][1]["reward"], at["runs"][1]["low"], at["runs"][1]["high"]) == (0.5, 0.5, 0.5)
     assert compared([long, short], "elapsed")["runs"][0]["best"] == 0.25
     assert best_run(["a", "b"], at, "step").startswith(
-        "At equal steps, b has the highest reward. Its interval is above that of a."
+        "At equal steps, b has the highest reward. Its whole interval is above the interval of a."
     )
     assert compared([long, short], "tokens") == {"budget": 0.0, "reached": [0.0, 0.0], "runs": [{}, {}]}
 
@@ -502,7 +502,7 @@ def test_the_best_of_compared_runs_is_told_from_noise_where_the_intervals_are_ap
 
     nan = math.nan
     assert "may be noise" in best_run(["a", "b"], runs((0.5, 0.4, 0.6), (0.55, 0.5, 0.6)), "tokens")
-    assert "interval is above those of a, c" in best_run(
+    assert "interval is above the interval of a, c" in best_run(
         ["a", "b", "c"], runs((0.1, 0.0, 0.2), (0.5, 0.4, 0.6), (0.2, 0.1, 0.3)), "elapsed"
     )
     assert "fewer than 3 steps" in best_run(["a", "b"], runs((0.1, nan, nan), (0.5, 0.4, 0.6)), "step")

@@ -297,16 +297,15 @@ def _endpoint(answer: Callable[[QueryParams], Any]) -> Callable[[Request], Respo
             # The page asks for what is expensive less often.
             headers = {"server-timing": f"cpu;dur={1000 * (time.thread_time() - began):.1f}"}
             return Response(content, headers=headers, media_type="application/json")
-        except (NoSuchRunError, _BadQueryError) as error:
+        except (NoSuchRunError, _BadQueryError, OSError) as error:
             return _error(error)
-        except OSError as error:  # a run of another user, a file server that does not answer
-            return _error(error, 403)
 
     return respond
 
 
-def _error(error: Exception, status: int = 400) -> Response:
-    status = 404 if isinstance(error, NoSuchRunError) else status
+def _error(error: NoSuchRunError | _BadQueryError | OSError) -> Response:
+    # A file of a run that cannot be read is of another user, or on a file server that does not answer.
+    status = 404 if isinstance(error, NoSuchRunError) else 403 if isinstance(error, OSError) else 400
     return Response(to_json({"error": str(error)}), status, media_type="application/json")
 
 

@@ -51,11 +51,13 @@ def best_run(names: Sequence[str], at: Mapping[str, Any], axis: str) -> str:
     others = [name for name in runs if name != best]
     said = f"At equal {EQUAL[axis]}, {best} has the highest reward. "
     if any(math.isnan(run["low"]) for run in runs.values()):
-        return f"{said}Nothing tells it from noise: the last tenth of the budget has fewer than {MIN_STEPS} steps."
+        return (
+            f"{said}There is no interval for each run: the last tenth of the budget has fewer than {MIN_STEPS} steps."
+        )
     alike = [name for name in others if runs[name]["high"] >= runs[best]["low"]]
     if alike:
-        return f"{said}Its interval overlaps with that of {', '.join(alike)}: there, the difference may be noise."
-    return f"{said}Its interval is above {'that' if len(others) == 1 else 'those'} of {', '.join(others)}."
+        return f"{said}Its interval overlaps the interval of {', '.join(alike)}, so this difference may be noise."
+    return f"{said}Its whole interval is above the interval of {', '.join(others)}."
 
 
 def _within(run: Columns, name: str, budget: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,22 @@ def incidents(store: EventStore, segments: int = MAX_SCANNED) -> dict[str, Any] 
         return None
     failed = (event for event in events if event["kind"] in ("failed", "retried"))
     said = (event for event in events if event["kind"] == "warning")
-    failures = _counted(failed, ("kind", "place", "reason"), "group")
+    failures = _counted(
+        failed,
+        ("kind", "place", "reason"),
+        lambda event: (event["kind"], event["place"] or _VARYING.sub("", event["reason"])),
+        example="group",
+    )
     for row in failures:
         row["again"] = shlex.join(["skyrl-train", "try", str(store.run), "--prompt", str(row["examples"][0])])
     return {
         "alarms": _alarms(events),
         "failures": failures,
-        "warnings": _counted(said, ("level", "source", "text")),
+        "warnings": _counted(
+            said,
+            ("level", "source", "text"),
+            lambda event: (event["level"], event["source"], _VARYING.sub("", event["text"])),
+        ),
         "processes": [event for event in events if event["kind"] in ("process", "run", "resume", "end")][-MAX_ROWS:],
         "lost": sum(event["events"] for event in events if event["kind"] == "lost"),
         "sampled_out": sum(event["sampled_out"] for event in events if event["kind"] == "lost"),
@@ -85,18 +94,23 @@ def _alarms(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows[::-1][:MAX_ROWS]
 
 
-def _counted(events: Iterable[dict[str, Any]], names: tuple[str, ...], example: str = "") -> list[dict[str, Any]]:
+def _counted(
+    events: Iterable[dict[str, Any]],
+    names: tuple[str, ...],
+    key: Callable[[dict[str, Any]], Hashable],
+    example: str = "",
+) -> list[dict[str, Any]]:
     """Return a row per kind of event with count, first and last time, the one that came last first.
 
     Args:
-        names: fields that tell the kinds apart; in the last one, prompts and numbers may differ, or all with the same place.
+        names: fields of the first event of a kind, which the row shows.
+        key: the same for events of one kind.
         example: a field of which a row has up to five values.
     """
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    rows: dict[Hashable, dict[str, Any]] = {}
     for event in events:
-        *exact, text = (event[name] for name in names)
         new = {name: event[name] for name in names} | {"count": 0, "first": event["at"], "examples": []}
-        row = rows.setdefault((*exact, "" if event.get("place") else _VARYING.sub("", text)), new)
+        row = rows.setdefault(key(event), new)
         row["count"] += 1
         row["last"] = event["at"]
         if example and len(row["examples"]) < 5:
