@@ -188,9 +188,7 @@ def _submit(commands: Sequence[Sequence[str]]) -> None:
     """
     for program, *_ in commands:
         if shutil.which(program) is None:
-            raise ConfigError(
-                f"--submit needs {program}, which is not here. Give the command on a machine that has it."
-            )
+            raise ConfigError(f"--submit needs {program}, which is not here. Run the command on a machine that has it.")
     sys.stdout.flush()
     for command in commands:
         code = subprocess.run(command).returncode

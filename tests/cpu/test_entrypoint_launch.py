@@ -161,7 +161,9 @@ def test_submit_runs_the_command_that_starts_the_job(
     assert capfd.readouterr().out.splitlines()[-1].startswith("next: ") and not (here / "calls").exists()
 
     assert main([*given, "--submit"]) == 2
-    assert re.search(r"--submit needs \w+, which is not here", capfd.readouterr().err)
+    assert re.search(
+        r"--submit needs \w+, which is not here\. Run the command on a machine that has it\.", capfd.readouterr().err
+    )
     for name in ("sbatch", "ray", "kubectl", "sky", "docker"):
         (programs / name).write_text(FAKE + 'echo "of the program"\nexit "${CODE:-0}"\n')
         (programs / name).chmod(0o755)
