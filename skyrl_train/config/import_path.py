@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import inspect
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any, Literal
 
 from skyrl_train.errors import ConfigError
 
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _modules: dict[Path, ModuleType] = {}  # of files, by resolved path
 _objects: dict[str, Any] = {}  # objects of this process that a caller passed to a run, by their import path
 
@@ -59,6 +62,30 @@ def import_name(path: str, setting: str, kind: Literal["class", "function"] = "c
         if isinstance(error, ModuleNotFoundError) and not f"{place}.".startswith(f"{error.name}."):
             remedy = f"{place} imports it: install its package here, or mend the import."
         raise ConfigError(f"{setting}={path!r} cannot be imported: {error}. {remedy}") from error
+
+
+def place_of(path: str) -> str | None:
+    """Return file and line of the class or function that an import path names, or None. Does not execute its file."""
+    code = getattr(inspect.unwrap(_objects[path]), "__code__", None) if path in _objects else None
+    if code is not None:
+        # The cell of a notebook is no file.
+        return f"{code.co_filename}:{code.co_firstlineno}" if Path(code.co_filename).is_file() else None
+    place, colon, name = path.rpartition(":")
+    if not colon:
+        place, _, name = path.rpartition(".")
+    try:
+        spec = None if place.endswith(".py") else importlib.util.find_spec(place)
+        file = place if spec is None else spec.origin or ""
+        body = ast.parse(Path(file).read_bytes()).body
+    except (ImportError, AttributeError, ValueError, OSError, SyntaxError):
+        return None
+    line = 0
+    for part in name.split("."):
+        found = [node for node in body if isinstance(node, _DEFINITIONS) and node.name == part]
+        if not found:
+            return None
+        body, line = found[-1].body, found[-1].lineno
+    return f"{file}:{line}"
 
 
 def import_module(name: str, setting: str) -> None:

@@ -536,6 +536,74 @@ def test_the_description_of_sync_says_that_the_asynchronous_settings_do_not_coun
     assert "S=" not in text
 
 
+OWN_CODE = """import broken_package_that_is_not_there
+
+
+class Outer:
+    class Task:
+        ...
+
+
+async def run(prompt):
+    ...
+
+
+def reward(group):
+    ...
+
+
+def judge(group):
+    ...
+"""
+AGENT = ("generator.name=harness", "generator.kwargs.agent=own.py:run")
+SUMMED = (
+    "rollout.stages.reward.function=skyrl_train.rollout.stages.reward:WeightedSum",
+    "rollout.stages.reward.kwargs.functions=[own.py:reward,own.py:judge]",
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        ([], ["generator gym", "environment run_length, up to 1 turn(s)", "reward by the environment"]),
+        (
+            ["environment.env_class=own.py:Outer.Task", "rollout.stages.reward.function=own.py:reward"],
+            [
+                "generator gym",
+                "environment own.py:Outer.Task (own.py:5), up to 1 turn(s)",
+                "reward by own.py:reward (own.py:13), in place of the environment's",
+            ],
+        ),
+        (
+            SUMMED,
+            ["reward by the sum of own.py:reward (own.py:13), own.py:judge (own.py:17), in place of the environment's"],
+        ),
+        (AGENT, ["generator harness, which runs own.py:run (own.py:9) for each sample", "reward by the agent"]),
+        (
+            ["generator.name=harness", "generator.kwargs.command=[python,my agent.py]"],
+            ["generator harness, which runs the program python 'my agent.py' for each sample"],
+        ),
+        (
+            [*AGENT, "environment.env_class=verifiers:wordle"],
+            ["environment verifiers:wordle", "reward by the agent"],
+        ),
+        (["generator.name=own.py:Outer"], ["generator own.py:Outer (own.py:4)", "reward by the generator"]),
+        (["generator.name=skyrl"], ["generator skyrl, which calls the generator of skyrl-gym"]),
+        (["generator.name=own.py:Missing"], ["generator own.py:Missing"]),
+        (["generator.name=not_there.py:Missing"], ["generator not_there.py:Missing"]),
+    ],
+)
+def test_the_plan_names_what_generates_and_what_rewards_without_executing_it(
+    overrides: list[str], rows: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN_CODE)
+    lines = [" ".join(line.split()) for line in described(*overrides)[1].splitlines()]
+    assert [row for row in rows if row not in lines] == []
+    if "generator.name=harness" in overrides:
+        assert not any(line.startswith("environment run_length") for line in lines)
+
+
 def test_the_plan_shows_the_correction_of_older_tokens() -> None:
     correction = "trainer.algorithm.off_policy_correction"
     assert "weights token: ratios up to 2" in described()[1]

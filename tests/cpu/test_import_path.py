@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from skyrl_train.config.import_path import import_name
+from skyrl_train.config.import_path import import_name, import_path_of, place_of
 from skyrl_train.errors import ConfigError
 
 
@@ -44,3 +45,16 @@ def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path) -> None:
         (tmp_path / folder / "same_name.py").write_text(f"PLACE = {folder!r}\n")
     found = [import_name(f"{tmp_path}/{folder}/same_name.py:PLACE", "data.sampler") for folder in "aba"]
     assert found == ["a", "b", "a"]
+
+
+def test_the_place_of_an_object_of_this_process_is_its_own_and_of_a_notebooks_cell_none() -> None:
+    def inner() -> None: ...
+
+    line = inner.__code__.co_firstlineno
+    assert place_of(import_path_of(inner)) == f"{__file__}:{line}"
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def in_a_cell(): ...", "<ipython-input-1>", "exec"), cell)
+    assert place_of(import_path_of(cell["in_a_cell"])) is None
+    assert place_of("skyrl_train.config.import_path:place_of") == (
+        f"{place_of.__code__.co_filename}:{place_of.__code__.co_firstlineno}"
+    )
