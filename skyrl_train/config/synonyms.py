@@ -34,6 +34,9 @@ SYNONYMS: dict[str, str] = {
     "lr_decay_style": _SCHEDULER,
     "warmup_steps": _WARMUP,
     "lr_warmup_steps": _WARMUP,
+    "warmup_ratio": _WARMUP,  # a share of the steps there, their number here
+    "lr_warmup_ratio": _WARMUP,
+    "lr_warmup_steps_ratio": _WARMUP,
     "clip_grad": _CLIP_NORM,
     "grad_clip": _CLIP_NORM,
     "max_norm": _CLIP_NORM,
@@ -136,6 +139,11 @@ SYNONYMS: dict[str, str] = {
     "filter_overlong_prompts": "data.on_long_prompt",
     "truncation": "data.on_long_prompt",
     "enable_thinking": "generator.chat_template_kwargs.enable_thinking",
+    # Agents, which the constructor of generator.name=harness takes
+    "agent": "generator.kwargs.agent",
+    "command": "generator.kwargs.command",
+    "failure_reward": "generator.kwargs.failure_reward",
+    "session_limits": "generator.kwargs.session_limits",
     # Environments and rewards
     "env": "environment.env_class",
     "env_id": "environment.env_class",

@@ -116,6 +116,13 @@ def test_a_key_of_a_recipe_in_a_free_dictionary_can_be_removed(recipes: Path) ->
         ("max_staleness=3", "trainer.fully_async.max_staleness_steps"),
         ("trainer.policy={lr: 3}", "trainer.policy.optimizer_config.lr"),
         ("trainer/policy_mini_batch_size=4", "trainer.policy_mini_batch_size"),
+        ("generator.agent=agent.py:run", "generator.kwargs.agent"),
+        ("generator.command=[python,agent.py]", "generator.kwargs.command"),
+        ("warmup_ratio=0.1", "trainer.policy.optimizer_config.num_warmup_steps"),
+        (
+            "trainer.critic.optimizer_config.lr_warmup_steps_ratio=0.1",
+            "trainer.critic.optimizer_config.num_warmup_steps",
+        ),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, meant: str) -> None:
