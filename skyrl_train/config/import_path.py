@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import sysconfig
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Literal
 
 from skyrl_train.errors import ConfigError
@@ -29,13 +31,42 @@ def import_path_of(target: type | Callable[..., Any]) -> str:
     """Return an import path for a class or function of this process; :func:`import_name` then returns the object itself.
 
     The path of an object in the main script names the script's file, so that another process can import it too. An object
-    of a notebook or inside a function can only be found in this process.
+    of a notebook or inside a function can only be found in this process. The path of a lambda ends in a digest of its code, so
+    that a run does not resume with another one.
     """
     module, name = target.__module__, target.__qualname__
+    if isinstance(target, FunctionType) and target.__name__ == "<lambda>":
+        name = f"{name}#{_digest(target)}"
     file = getattr(sys.modules.get(module), "__file__", None)
     path = f"{Path(file).resolve()}:{name}" if module == "__main__" and file is not None else f"{module}:{name}"
     _objects[path] = target
     return path
+
+
+def _digest(function: FunctionType) -> str:
+    """Return a digest of a function's code, and of the numbers and texts that it is bound to. Where it stands does not count."""
+
+    def described(value: object) -> object:
+        match value:
+            case CodeType():
+                arguments = value.co_varnames[: value.co_argcount + value.co_kwonlyargcount]
+                constants = [described(constant) for constant in value.co_consts]
+                return arguments, value.co_names, value.co_freevars, value.co_code.hex(), constants
+            case tuple():
+                return [described(each) for each in value]
+            case frozenset():  # its order differs between processes
+                return sorted(repr(described(each)) for each in value)
+            case None | bool() | int() | float() | complex() | str() | bytes():
+                return repr(value)
+            case _:
+                return type(value).__name__
+
+    bound: list[object] = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # the variable has no value yet
+            bound.append(cell.cell_contents)
+    text = repr([described(value) for value in (function.__code__, *bound)])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def import_name(path: str, setting: str, kind: Literal["class", "function"] = "class") -> Any:

@@ -77,7 +77,8 @@ def train(
 ) -> Run:
     """Train, and return the run. Blocks until training has ended; works in a script and in a notebook cell.
 
-    A run that was interrupted continues when the same call is made again. In the main thread Ctrl-C (in a notebook:
+    A run that was interrupted continues when the same call is made again: a function is recognised by its name, a lambda by its
+    code. In the main thread Ctrl-C (in a notebook:
     interrupting the kernel) stops the run after its current step, with a checkpoint.
 
     Args:

@@ -308,6 +308,18 @@ def test_a_stop_that_is_requested_ends_the_run_with_a_checkpoint_and_the_same_ca
     assert (result.path / "checkpoints" / "latest").exists()
 
 
+def test_a_run_continues_with_the_same_lambda_and_not_with_another(tmp_path: Path) -> None:
+    run = train(tmp_path, reward_fn=lambda group: [0.25 for _ in group.samples])
+    (run.path / "finished.json").unlink()  # as if it had been stopped
+    overrides = {"trainer.run_dir": str(run.path), "trainer.max_steps": 4}
+    with pytest.raises(
+        ConfigError, match=r"has a run with other settings:\n  rollout\.stages\.reward\.function: was .*<lambda>#"
+    ):
+        train(tmp_path, reward_fn=lambda group: [0.5 for _ in group.samples], overrides=overrides)
+    again = train(tmp_path, reward_fn=lambda group: [0.25 for _ in group.samples], overrides=overrides)
+    assert again.metrics.index.tolist() == [1, 2, 3, 4]
+
+
 FORKING = "import forks, pytest; forks.Forks().install(pytest.MonkeyPatch())"
 NOTEBOOK = [
     """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +61,49 @@ def test_the_place_of_an_object_of_this_process_is_its_own_and_of_a_notebooks_ce
     assert place_of("skyrl_train.config.import_path:place_of") == (
         f"{place_of.__code__.co_filename}:{place_of.__code__.co_firstlineno}"
     )
+
+
+def lambdas(factor: float, later: bool = False) -> dict[str, Callable[..., Any]]:
+    if later:
+        missing = 1
+    return {
+        "plain": lambda group, bonus=2: [group + bonus, {"a", "b", "c", "d"} & group, lambda: 3],
+        "same": lambda group, bonus=2: [group + bonus, {"a", "b", "c", "d"} & group, lambda: 3],
+        "constant": lambda group, bonus=2: [group + bonus, {"a", "b", "c", "e"} & group, lambda: 3],
+        "inner": lambda group, bonus=2: [group + bonus, {"a", "b", "c", "d"} & group, lambda: 4],
+        "default": lambda group, bonus=3: [group + bonus, {"a", "b", "c", "d"} & group, lambda: 3],
+        "keyword": lambda group, *, bonus=2: [group + bonus, {"a", "b", "c", "d"} & group, lambda: 3],
+        "operator": lambda group, bonus=2: [group - bonus, {"a", "b", "c", "d"} & group, lambda: 3],
+        "name": lambda group, bonus=2: [group + bonus, {"a", "b", "c", "d"} & sum, lambda: 3],
+        "captured": lambda group: group * factor,
+        "unset": lambda group: missing,
+    }
+
+
+def test_a_lambda_has_the_path_of_its_code_and_of_what_it_is_bound_to() -> None:
+    paths = {name: import_path_of(function) for name, function in lambdas(1.5).items()}
+    assert paths["plain"] == paths["same"]
+    assert len(set(paths.values())) == len(paths) - 1
+    assert import_path_of(lambdas(1.5)["captured"]) == paths["captured"]
+    assert import_path_of(lambdas(2.5)["captured"]) != paths["captured"]
+    one, other = lambdas(1.5)["captured"], lambdas(2.5)["captured"]
+    import_path_of(one), import_path_of(other)
+    assert import_name(import_path_of(one), "x")(2) == 3 and import_name(import_path_of(other), "x")(2) == 5
+    assert import_path_of(lambdas).endswith(":lambdas"), "a function with a name may be mended while its run is stopped"
+
+
+def test_the_path_of_a_lambda_is_the_same_in_each_process() -> None:
+    # Python orders sets by hashes that differ between processes.
+    code = "from skyrl_train.config.import_path import import_path_of; "
+    code += "print(import_path_of(lambda x: x in {'a', 'b', 'c', 'd', 'e'} or (1, 'x', None)))"
+    paths = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "1234"
+    }
+    assert len(paths) == 1
