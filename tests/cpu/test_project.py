@@ -290,10 +290,19 @@ def test_the_gpu_tests_fail_in_ci_where_they_would_be_skipped(tmp_path: Path, fo
 
 
 @pytest.mark.slow  # starts pytest three times
-@pytest.mark.parametrize("passes", [True, False])
-def test_the_tests_can_be_run_again_and_again_in_random_orders(tmp_path: Path, passes: bool) -> None:
+@pytest.mark.parametrize(
+    ("body", "passing"),
+    [
+        ("pass", 3),
+        ("assert False", 0),
+        # From the second run on, its own folder is there.
+        ("folder = Path(__file__).with_name('runs'); pytest.skip() if folder.exists() else folder.mkdir()", 1),
+    ],
+    ids=["passes", "fails", "skips later"],
+)
+def test_the_tests_can_be_run_again_and_again_in_random_orders(tmp_path: Path, body: str, passing: int) -> None:
     test = tmp_path / "test_it.py"
-    test.write_text(f"def test_it():\n    assert {passes}\n")
+    test.write_text(f"from pathlib import Path\nimport pytest\n\ndef test_it():\n    {body}\n")
     options = [
         "--rootdir",
         str(ROOT),
@@ -313,10 +322,10 @@ def test_the_tests_can_be_run_again_and_again_in_random_orders(tmp_path: Path, p
         text=True,
         check=False,
     )
-    assert done.returncode == (0 if passes else 1), done.stdout + done.stderr
+    assert done.returncode == (0 if passing == 3 else 1), done.stdout + done.stderr
     assert re.findall(r"run (\d) of 3, (\d) busy", done.stdout) == [("1", "0"), ("2", "0"), ("3", "4")]
-    assert done.stdout.strip().endswith(f"{3 if passes else 0} of 3 runs passed")
-    assert ("--shuffle 2" in done.stdout) is not passes
+    assert done.stdout.strip().endswith(f"{passing} of 3 runs passed")
+    assert ("--shuffle 2" in done.stdout) is (passing < 3)
 
 
 def test_property_tests_have_the_same_examples_in_each_run() -> None:
