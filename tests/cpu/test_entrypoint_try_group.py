@@ -200,6 +200,16 @@ def test_wrong_input_is_told_before_anything_starts(wrong: str, capsys: pytest.C
     assert "Traceback" not in capsys.readouterr().out
 
 
+def test_a_missing_gpu_is_told_before_an_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("skyrl_train.build.checks.find_spec", lambda name: object())
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    engine = "generator.inference_engine"
+    assert main(["try", *TINY, f"{engine}.backend=vllm", f"{engine}.device=cuda", f"{engine}.executor=process"]) == 2
+    assert f"{engine}.device=cuda with backend=vllm: torch sees 0 GPUs" in capsys.readouterr().err
+
+
 def test_a_response_is_split_where_the_loss_mask_changes() -> None:
     assert list(sequence([1, 1, 0, 1]).response_runs()) == [(True, [0, 1]), (False, [2]), (True, [3])]
     assert list(sequence([]).response_runs()) == []

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from datasets import Dataset
 import skyrl_train
 from skyrl_train import errors
 from skyrl_train.build import checks
-from skyrl_train.build.checks import check_machine
+from skyrl_train.build.checks import check_engine_devices, check_machine
 from skyrl_train.config.compose import compose
 from skyrl_train.config.keys import in_free_section, known_keys, meant_setting
 from skyrl_train.config.synonyms import SYNONYMS
@@ -284,6 +285,9 @@ def port() -> Iterator[int]:
         yield busy.getsockname()[1]
 
 
+ENGINE = "generator.inference_engine"
+
+
 def test_a_missing_device_package_or_port_is_told_before_models_are_loaded(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +302,30 @@ def test_a_missing_device_package_or_port_is_told_before_models_are_loaded(
     for key in ("trainer.device", "generator.inference_engine.device"):
         with pytest.raises(ConfigError, match=rf"{key}: device 'cuda' is not there: torch sees 0 GPUs.*doctor"):
             check_machine(compose("base", [f"{key}=cuda"]))
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    for overrides, visible, told in (
+        ([], 0, r"inference_engine\.device=cuda with backend=vllm: torch sees 0 GPUs\. Set .*device=cpu.*doctor"),
+        (["num_engines=2", "tensor_parallel_size=2"], 3, r"engines would compute on GPU 0, 1, 2, 3, and torch sees 3"),
+        (["devices=[5]"], 4, r"engines would compute on GPU 5, and torch sees 4, numbered from 0"),
+        (["devices=[0,0]", "num_engines=2"], 1, None),
+        (["num_engines=2"], 2, None),
+        (["executor=ray"], 0, None),
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", lambda visible=visible: visible)
+        engine = compose(
+            "base", [f"{ENGINE}.{override}" for override in ("backend=vllm", "device=cuda", *overrides)]
+        ).generator.inference_engine
+        with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+            check_engine_devices(engine, engine.num_engines)
+    evaluated = [
+        f"{ENGINE}.backend=vllm",
+        f"{ENGINE}.device=cuda",
+        "trainer.eval.interval=5",
+        "trainer.eval.num_engines=1",
+    ]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="2 engines would compute on GPU 0, 1, and torch sees 1"):
+        check_machine(compose("base", evaluated))
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"vLLM is not installed.*pip install 'skyrl-async\[vllm\]'.*--extra vllm"):
         check_machine(compose("base", ["generator.inference_engine.backend=vllm"]))
