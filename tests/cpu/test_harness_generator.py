@@ -433,6 +433,26 @@ async def test_a_failure_says_whether_any_request_has_arrived() -> None:
         assert "no agent has sent" not in str(info.value)
 
 
+@pytest.mark.parametrize("kind", [httpx.HTTPStatusError, None])
+async def test_an_agent_that_asks_for_a_wrong_model_has_asked(kind: type[Exception] | None) -> None:
+    async def asks(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
+            response = await http.post(f"{base_url}/chat/completions", json={"model": "gpt-4o", "messages": prompt})
+        if kind is not None:
+            response.raise_for_status()
+        return 1.0
+
+    told = (
+        r"404"
+        if kind
+        else r"it never got a response from the model\. Its last request was refused: The model 'gpt-4o' is not"
+    )
+    async with harness() as it:
+        with pytest.raises(RolloutError, match=told) as info:
+            await it.play(asks)
+    assert "no agent has sent a request" not in str(info.value)
+
+
 async def test_an_agent_that_finds_no_reason_to_ask_has_only_failed() -> None:
     async with harness() as it:
         await it.play(one_turn)

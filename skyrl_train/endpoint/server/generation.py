@@ -90,6 +90,8 @@ async def count_tokens(request: Request) -> Response:
     gateway = gateway_of(request)
     try:
         session = gateway.authenticate(request).session
+        if session is not None:
+            session.requested = True
         call = await (await gateway.read_body(request)).read_by(anthropic.parse_count)
         gateway.adapter(call.model)
         prompt, _ = await gateway.service.prompt(call.request, session)
@@ -206,6 +208,7 @@ class GenerationResponse(Response):
         self._parse = parse
         self._error_body = error_body
         self._takes_history = takes_history
+        self._session: Session | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -213,13 +216,17 @@ class GenerationResponse(Response):
         except ClientGoneError:
             return
         except Exception as error:
-            response = error_response(as_dialect_error(error), self._error_body)
-            await response(scope, receive, send)
+            told = as_dialect_error(error)
+            if self._session is not None:
+                self._session.refusal = str(told)
+            await error_response(told, self._error_body)(scope, receive, send)
 
     async def _generate(self, send: Send) -> None:
         request, gateway = self._request, gateway_of(self._request)
         # Authentication and the slot come before the body: rejecting a request must not cost its upload.
-        session = gateway.authenticate(request, open_session=True).session
+        session = self._session = gateway.authenticate(request, open_session=True).session
+        if session is not None:
+            session.requested = True
         with gateway.slot():
             body = await gateway.read_body(request)
             parse = self._parse

@@ -145,7 +145,8 @@ class Session:
         self.last_used = clock()
         # Told the names of called tools, and the seconds from their response to the request that continues it.
         self.on_tools: Callable[[Sequence[str], float], None] = lambda names, seconds: None
-        self.requested = False  # a request has arrived, answered or not
+        self.requested = False  # a request for a response has arrived, answered or not
+        self.refusal = ""  # the error that its last refused request was answered with
         self.rewarded = False  # a reward was set; a session without one is worth 0
         self._renderer = renderer
         self._limits = limits
@@ -197,7 +198,7 @@ class Session:
             ConfigError: the template rejects the messages.
         """
         self.check_room()  # before anything is rendered
-        self.last_used, self.requested = self._clock(), True
+        self.last_used = self._clock()
         kwargs = dict(template_kwargs or {})
         setting, canonical = setting_digest(tools, kwargs), canonical_messages(messages)
         # First choice: messages continue a recorded turn, whose tokens are reused as sampled.
@@ -244,7 +245,7 @@ class Session:
             SessionError: as for :meth:`plan`.
         """
         self.check_room()
-        self.last_used, self.requested = self._clock(), True
+        self.last_used = self._clock()
         prompt = list(prompt_token_ids)
         parent = self._turns.longest_prefix(prompt)
         plan = TurnPlan(prompt) if parent is None else TurnPlan(prompt, parent.end, parent.index)

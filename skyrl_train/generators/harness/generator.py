@@ -365,6 +365,11 @@ def _set_rewards(session: Session, result: AgentResult, *, requested: bool) -> N
         AgentError: the session has no turns, or a reward is invalid.
     """
     if not session.statistics().turns:
+        if session.refusal:
+            raise AgentError(
+                f"it never got a response from the model. Its last request was refused: {session.refusal}",
+                result.output,
+            )
         # A run may find no reason to ask, or its prompt too long. An agent of which no run asks does not know the endpoint.
         kind = AgentError if requested else AgentContractError
         raise kind(
