@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -75,11 +76,13 @@ def train_recipe(
         options = [*(["--strict"] if strict else []), *(["--config-dir", str(config_dir)] if config_dir else [])]
         options += ["--from", library] if library else []
         options += [*(["--watch"] if watch else []), *(["--page", page] if page else [])]
-        run_dir = None if result.finished else str(result.path)  # a finished run is repeated in another folder
+        run_dir: str | None = str(result.path)
+        if result.finished:  # it is repeated in another folder
+            run_dir = None if inputs.config.trainer.run_dir is None else free_folder(result.path)
         commands = {} if not result.summary.steps else {"Look at it": f"{program()} page {result.path.parent}"}
         if recipe in recipe_names() and result.finished:
             commands["Your own task"] = f"{program()} init my-task --data prompts.jsonl"
-        again = train_command(program(), [recipe, *options, *overrides], run_dir=run_dir)
+        again = train_command(program(), [recipe, *options, *overrides], run_dir=run_dir, resumes=not result.finished)
         commands["Train again" if result.finished else "Resume" if result.summary.steps else "Start again"] = again
         line = final_lines(
             run.learned if result.summary.steps else None,
@@ -91,6 +94,11 @@ def train_recipe(
         )
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     return code
+
+
+def free_folder(path: Path) -> str:
+    """Return the first of ``path-2``, ``path-3``, ... that does not exist."""
+    return next(name for number in itertools.count(2) if not Path(name := f"{path}-{number}").exists())
 
 
 def program() -> str:

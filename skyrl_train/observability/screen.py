@@ -518,14 +518,15 @@ def final_lines(
     return "\n".join([*lines, *(f"{f'{purpose}:':{width}}{command}" for purpose, command in commands.items())])
 
 
-def train_command(program: str, arguments: Sequence[str], *, run_dir: str | None = None) -> str:
-    """Return ``program train`` with the arguments quoted for a shell; with ``run_dir``, it resumes the run there.
+def train_command(program: str, arguments: Sequence[str], *, run_dir: str | None = None, resumes: bool = True) -> str:
+    """Return ``program train`` with the arguments quoted for a shell, which trains in ``run_dir`` instead of their folder.
 
     Args:
         program: how the command is started, such as ``./uvw run skyrl-train``.
+        resumes: whether there is a run in ``run_dir``, which the command then resumes from its last checkpoint.
     """
     if run_dir is not None:
-        elsewhere = ("trainer.run_dir=", "trainer.resume=")
-        kept = [argument for argument in arguments if not argument.startswith(elsewhere)]
+        dropped = ["trainer.run_dir", "trainer.resume_step", *(["trainer.resume"] if resumes else [])]
+        kept = [argument for argument in arguments if argument.lstrip("+").partition("=")[0] not in dropped]
         arguments = [*kept, f"trainer.run_dir={run_dir}"]
     return f"{program} train {shlex.join(arguments)}"

@@ -312,12 +312,14 @@ def test_a_run_resumes_from_an_earlier_checkpoint_once(tmp_path: Path, capfd: py
     begun = list(read_jsonl(folder / "metrics.jsonl"))
     code, text = run(tmp_path, capfd, *saved, "trainer.resume_step=2")
     assert code == 0 and "resuming after step 2" in text
-    again = list(read_jsonl(folder / "metrics.jsonl"))
-    assert [row["step"] for row in again] == [1, 2, 3]
-    assert again[:2] == begun[:2] and again[2]["time"] > begun[2]["time"]
+    (again,) = [line for line in text.splitlines() if line.startswith("Train again:")]
+    assert again.endswith(f" trainer.run_dir={folder}-2") and "resume_step" not in again
+    rows = list(read_jsonl(folder / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[:2] == begun[:2] and rows[2]["time"] > begun[2]["time"]
     code, text = run(tmp_path, capfd, *saved, "trainer.resume_step=2")
     assert code == 0 and "has finished training" in text, "the same command continues, and here nothing is left"
-    assert list(read_jsonl(folder / "metrics.jsonl")) == again
+    assert list(read_jsonl(folder / "metrics.jsonl")) == rows
 
     code, text = run(tmp_path, capfd, *saved, "trainer.resume_step=7")
     assert code == 2 and "has no checkpoint of step 7 here. Steps: 1, 2, 3." in text

@@ -437,8 +437,17 @@ def test_a_run_has_taken_the_time_of_this_command_and_the_steps_of_those_before_
     assert spent_s(rows, 2, 12.0) == 32.0
 
 
-def test_the_command_that_resumes_names_the_run_and_drops_conflicting_settings() -> None:
-    given = ["quickstart", "trainer.resume=never", "trainer.seed=1", "trainer.run_dir=elsewhere"]
+def test_the_command_that_trains_on_or_again_names_the_folder_and_drops_conflicting_settings() -> None:
+    given = [
+        "quickstart",
+        "trainer.resume=never",
+        "trainer.seed=1",
+        "+trainer.run_dir=elsewhere",
+        "trainer.resume_step=3",
+    ]
     assert train_command("./uvw run skyrl-train", given, run_dir="runs/x-1") == (
         "./uvw run skyrl-train train quickstart trainer.seed=1 trainer.run_dir=runs/x-1"
+    )
+    assert train_command("skyrl-train", given, run_dir="elsewhere-2", resumes=False) == (
+        "skyrl-train train quickstart trainer.resume=never trainer.seed=1 trainer.run_dir=elsewhere-2"
     )
