@@ -240,6 +240,9 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         self.renderer = ChatRenderer(tokenizer, model_path) if renderer is None else renderer
         self.replay_cache = ReplayCache(enabled=replay)
         self.generated_tokens = 0  # in responses that have ended, without replayed tokens
+        self._busy: dict[
+            int, tuple[float, float]
+        ] = {}  # of each engine: when it was last looked at, and its busy_s then
 
     @property
     def policy_version(self) -> int:
@@ -345,6 +348,15 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             return None
 
         healths = await asyncio.gather(*(snapshot(number) for number in records))
+        now, seen, busy_shares = self.events.now(), self._busy, []
+        self._busy = {
+            number: (now, health.busy_s) for number, health in zip(records, healths, strict=True) if health is not None
+        }
+        for number, (_, busy_s) in self._busy.items():
+            then, busy_then = seen.get(number, (now, 0.0))
+            if now > then:
+                # Time can only be taken back by a restart, which begins at zero.
+                busy_shares.append(min(1.0, max(0.0, busy_s - busy_then) / (now - then)))
         for (number, record), health in zip(records.items(), healths, strict=True):
             self.events.record(
                 "engine",
@@ -354,10 +366,13 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             )
         known = [health for health in healths if health is not None]
         used = [health.kv_cache_usage for health in known if health.kv_cache_usage is not None]
+        kept = sum(record.state is not EngineState.RETIRED for record in records.values())
         return {
             "inference/running_requests": sum(health.running for health in known),
             "inference/waiting_requests": sum(health.waiting for health in known),
             **({"inference/kv_cache_usage": max(used)} if used else {}),
+            **({"inference/busy_share": sum(busy_shares) / len(busy_shares)} if busy_shares else {}),
+            "inference/down_share": 1.0 - len(known) / kept if kept else 0.0,
         }
 
     async def add_engine(self, engine: InferenceEngineInterface) -> int:

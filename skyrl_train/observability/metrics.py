@@ -407,6 +407,13 @@ declare(
         "share",
     ),
     MetricSpec(
+        "inference/busy_share",
+        _LAST,
+        "Share of their time in which the engines that answer have requests and are neither paused nor asleep: likewise",
+        "share",
+    ),
+    MetricSpec("inference/down_share", _LAST, "Share of the engines that do not answer: likewise", "share"),
+    MetricSpec(
         "inference/engine_restarts", _LAST, "Restarts of engines that had died, since the process began", "restarts"
     ),
     MetricSpec("weight_sync/", _LAST, "The last weight sync"),

@@ -252,16 +252,24 @@ async def test_each_engine_has_a_state_once_a_second_also_one_that_does_not_answ
     b.health = asyncio.Event().wait  # type: ignore[assignment, method-assign]
     c.die()
     client._pool.died(2, "scripted")
-    assert "inference/kv_cache_usage" not in await client.record_engines(limit_s=0.0)
-    health, events.kept[:] = dataclasses.replace(await a.health(), kv_cache_usage=0.25), []
+    figures = await client.record_engines(limit_s=0.0)
+    assert "inference/kv_cache_usage" not in figures
+    assert figures["inference/down_share"] == pytest.approx(2 / 3)
+    assert "inference/busy_share" not in figures  # before the second look
+    looked = events.seconds - 3  # an event per engine takes a second of this clock
+    health, events.kept[:] = dataclasses.replace(await a.health(), kv_cache_usage=0.25, busy_s=2.0), []
 
     async def half_full() -> EngineHealth:
         return health
 
     a.health = half_full  # type: ignore[method-assign]
-    assert (await client.record_engines(limit_s=0.0))["inference/kv_cache_usage"] == 0.25
+    figures = await client.record_engines(limit_s=0.0)
+    assert figures["inference/kv_cache_usage"] == 0.25
+    assert figures["inference/busy_share"] == 2.0 / (events.seconds - 3 - looked)
     states = {event["engine"]: (event["state"], event["version"]) for event in events.of("engine")}
     for event in events.kept:
         assert_declared(event)
     assert states == {0: ("healthy", 3), 1: ("healthy", None), 2: ("dead", None)}
+    health = dataclasses.replace(health, busy_s=0.5)  # it was started again
+    assert (await client.record_engines(limit_s=0.0))["inference/busy_share"] == 0.0
     await client.teardown()

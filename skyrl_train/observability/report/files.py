@@ -36,6 +36,7 @@ OVERVIEW = (
     "generate/latency_s_p99", "loss/entropy", "policy/grad_norm", "policy/kl_to_reference", "off_policy/ess", "off_policy/kl_k3",
     "policy/ratio_mean", "policy/clip_fraction", "off_policy/clipped_fraction", "loss/policy", "loss/value",
     "critic/explained_variance", "inference/running_requests", "inference/waiting_requests", "perf/mfu",
+    "inference/busy_share", "inference/down_share",
     "system/gpu_utilization", "system/gpu_memory_share",
 )  # fmt: skip
 POINTS = 1024  # of a curve; fewer if the curves would be larger than

@@ -12,6 +12,7 @@ const WANTED = [
   "generate/truncated", "generate/latency_s_p50", "generate/latency_s_p99", "loss/entropy", "policy/grad_norm", "policy/kl_to_reference",
   "off_policy/ess", "off_policy/kl_k3", "policy/ratio_mean", "policy/clip_fraction", "off_policy/clipped_fraction", "loss/policy", "loss/value",
   "critic/explained_variance", "inference/running_requests", "inference/waiting_requests", "perf/mfu", "system/gpu_utilization", "system/gpu_memory_share",
+  "inference/busy_share", "inference/down_share",
 ];
 const SANITY = [
   ["loss/entropy", "Entropy"], ["policy/grad_norm", "Gradient norm"], ["off_policy/kl_k3", "KL(behaviour || proximal)"],
@@ -129,11 +130,30 @@ function WhoWaits({ data, x, ...shared }) {
   const series = shown.map((part) => ({
     label: parts[part][0], values: top(part), raw: shares[part], stroke: parts[part][1], fill: parts[part][1], width: 0,
   }));
-  const idle = data.mean["async/idle_fraction"];
+  const idle = data.mean["async/idle_fraction"], engines = useMemo(() => enginesOf(data), [data]);
   if (some(idle)) series.push({ label: "slots idle", values: idle, stroke: colour("ink"), width: 1.5, dash: [4, 3] });
   return html`<${Card} title="Who waits" unit="share of the step"
     note=${some(idle) && "Filled: the trainer. Dashed: generation slots that were idle, because they waited for a new policy or for prompts."}>
-    <${Chart} x=${x} series=${series} unit="share" yRange=${sharesOf} ...${shared} /><//>`;
+    <${Chart} x=${x} series=${series} unit="share" yRange=${sharesOf} ...${shared} height=${engines ? 120 : 190} />
+    ${engines && html`<div class="below">The engines (blank: idle)
+      <${Chart} x=${x} series=${engines} unit="share" yRange=${sharesOf} ...${shared} height=${60} /></div>`}<//>`;
+}
+
+// Shares of each step's time in which the engines sample, are paused for new weights, or are down; the rest is idle. Null: the run
+// has no figures (it is of an older version, or no look at the engines came before the end).
+function enginesOf(data) {
+  const busy = data.mean["inference/busy_share"];
+  if (!some(busy)) return null;
+  const parts = data.step.map((_, index) => {
+    const down = data.mean["inference/down_share"]?.[index] ?? 0, up = 1 - down;
+    const paused = Math.min(up, up * (data.mean["time/pause"]?.[index] ?? 0) / (data.mean["time/step"]?.[index] || 1));
+    return busy[index] == null ? [null, null, null] : [Math.min(up - paused, up * busy[index]), paused, down];
+  });
+  const names = [["sampling", SKY], ["paused", ORANGE], ["down", PINK]];
+  return [2, 1, 0].filter((part) => parts.some((row) => row[part] > 0.0005)).map((part) => ({
+    label: names[part][0], stroke: names[part][1], fill: names[part][1], width: 0, raw: parts.map((row) => row[part]),
+    values: parts.map((row) => (row[0] == null ? null : row.slice(0, part + 1).reduce((sum, one) => sum + one, 0))),
+  }));
 }
 
 // Heat maps of the lag by step: all of it, and its parts in flight and in the queue.
