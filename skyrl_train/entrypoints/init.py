@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 
 LOOKED_AT = 1000  # rows, for the columns and the characters
 SHOWN = 100  # characters of a value, where it asks for columns
@@ -233,7 +233,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "rollout": {"stages": {"reward": {"function": "task.py:reward"}}},
     },
     "agent": {"generator": {"name": "harness", "kwargs": {"agent": "task.py:run"}}},
-    "program": {"generator": {"name": "harness", "kwargs": {"command": ["python", "task.py"]}}},
+    "program": {"generator": {"name": "harness", "kwargs": {"command": ["{python}", "task.py"]}}},
 }
 
 
@@ -256,12 +256,23 @@ def init(
     """
     from rich.console import Console
 
+    from skyrl_train.config.keys import nearest
     from skyrl_train.rollout.data.dataset import PROMPT_COLUMNS, open_rows
 
-    rows = [row.value for row in itertools.islice(open_rows(data).rows(), LOOKED_AT)]
+    try:
+        rows = [row.value for row in itertools.islice(open_rows(data).rows(), LOOKED_AT)]
+    except DataError as error:  # it names the setting of a recipe, and here is none yet
+        raise DataError(str(error).replace("data.train_data", "--data")) from error
     if not rows:
         raise ConfigError(f"{data} has no rows.")
+    if not isinstance(rows[0], dict):
+        raise ConfigError(f"The first row of {data} must be an object with columns, got {rows[0]!r:.100}.")
     columns = [str(column) for column in rows[0]]
+    for option, column in (("--prompt", prompt), ("--answer", answer)):
+        if column is not None and column not in columns:
+            close = nearest(column, columns)
+            guess = f" Did you mean {close}?" if close else ""
+            raise ConfigError(f"{option} {column!r} is no column of {data}.{guess} Columns: {', '.join(columns)}.")
     prompt = prompt or next((column for column in PROMPT_COLUMNS if column in columns), None)
     answer = answer or next((column for column in ANSWER_COLUMNS if column in columns and column != prompt), None)
     if None in (prompt, answer) and not yes and os.isatty(0) and os.isatty(1):
@@ -269,7 +280,7 @@ def init(
             data, {str(column): value for column, value in rows[0].items()}, prompt, answer
         )
     for option, column in (("--prompt", prompt), ("--answer", answer)):
-        if column is None or column not in columns:
+        if column is None:
             raise ConfigError(f"{data} has the columns {', '.join(columns)}. Name one of them with {option}.")
     assert prompt is not None and answer is not None
     if name.exists() and not (name.is_dir() and not any(name.iterdir())):

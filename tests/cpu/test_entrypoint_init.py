@@ -37,7 +37,7 @@ def test_what_it_writes_passes_its_own_tests_and_generates_a_group(
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
     # The test's other half, in this process, which has imported torch.
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", "/nowhere")  # its python may lack what the run has
     assert main(["try", "recipe.yaml", "--samples", "2"]) == 0
     assert "sample 2 of 2: reward" in capsys.readouterr().out
 
@@ -59,13 +59,34 @@ def test_columns_that_it_does_not_know_are_asked_for(tmp_path: Path, capsys: pyt
     assert main([*given, "--prompt", "q", "--answer", "b"]) == 2
     told = capsys.readouterr().err
     assert told.count("has the columns q, a. Name one of them with --prompt.") == 1
-    assert told.count("with --answer.") == 2
+    assert told.count("with --answer.") == 1
+    assert f"--answer 'b' is no column of {data}. Columns: q, a." in told
     assert main([*given, "--prompt", "q", "--answer", "a", "--model", "some/model"]) == 0
     assert 'path: "some/model"' in (tmp_path / "mine" / "recipe.yaml").read_text()
     assert main([*given, "--prompt", "q", "--answer", "a"]) == 2, "the folder is not empty"
     data.write_text("")
     assert main(["init", str(tmp_path / "new"), "--data", str(data)]) == 2
     assert "has no rows" in capsys.readouterr().err
+
+
+def test_data_that_is_missing_is_told_with_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("sums.jsonl", "other.csv", "notes.md"):
+        Path(name).write_text(ROWS)
+    for missing, guess in (
+        ("sum.jsonl", "Did you mean sums.jsonl?"),
+        ("prompts.jsonl", "There is other.csv, sums.jsonl."),
+    ):
+        assert main(["init", "mine", "--data", missing]) == 2
+        assert f"{missing} does not exist (from {tmp_path}). Correct --data. {guess}\n" in capsys.readouterr().err
+    assert main(["init", "mine", "--data", "sums.jsonl", "--prompt", "questions"]) == 2
+    told = "--prompt 'questions' is no column of sums.jsonl. Did you mean question? Columns: question, solution, note."
+    assert told in capsys.readouterr().err
+    Path("numbers.jsonl").write_text("1\n2\n")
+    assert main(["init", "mine", "--data", "numbers.jsonl"]) == 2
+    assert "The first row of numbers.jsonl must be an object with columns, got 1." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

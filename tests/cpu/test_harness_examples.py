@@ -142,7 +142,6 @@ def test_the_tutorials_agent_trains_as_written(form: str, tmp_path: Path, monkey
     commands = [shlex.split(block.replace("\\\n", "")) for block in blocks("agent_harness.md", "bash")]
     words = commands[form == "program"]
     settings = words[words.index("train") + 1 :]
-    settings = [word.replace("[python,", f"[{sys.executable},") for word in settings]
     short = ["trainer.max_steps=1", "trainer.policy_mini_batch_size=1", "generator.n_samples_per_prompt=2"]
     short += ["trainer.trackers=[]", "generator.inference_engine.executor=thread"]
     assert main(["train", *settings, *short]) == 0

@@ -221,6 +221,13 @@ async def test_a_program_in_any_language_is_an_agent() -> None:
         assert [sample.reward for sample in await it.samples(one_turn, samples=3)] == [0.0, 1.0, 2.0]
 
 
+async def test_a_program_may_name_the_python_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    source = PROGRAM + f"print(float(sys.executable == {sys.executable!r} and sys.argv[1:] == ['a{{python}}']))\n"
+    async with harness(agent=None, command=["{python}", "-c", source, "a{python}"]) as it:
+        assert [sample.reward for sample in await it.samples(one_turn)] == [1.0]
+
+
 # Failures -----------------------------------------------------------------------------------------------------------
 
 

@@ -62,7 +62,7 @@ class HarnessGenerator(GeneratorInterface):
 
     Args:
         agent: a function, as ``package.module:function`` or ``file.py:function``; see :class:`FunctionAgent`.
-        command: a program and its arguments instead; see :class:`ProcessAgent`.
+        command: a program and its arguments instead, such as ``["{python}", "agent.py"]``; see :class:`ProcessAgent`.
         environment: additional variables for the program.
         timeout_s: time limit of one run, from its start.
         max_concurrency: concurrent runs, separately for training and for evaluation.

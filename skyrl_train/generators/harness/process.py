@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +42,7 @@ class ProcessAgent:
     """Starts ``command`` once per task, in a new process group that is killed at the end of the run.
 
     Args:
-        command: the program and its arguments, without a shell.
+        command: the program and its arguments, without a shell; ``{python}`` is the Python that runs this process.
         environment: additional variables for the program. They are passed even if ``withheld`` or ``secrets`` match.
         grace_s: seconds between SIGTERM and SIGKILL.
         withheld: names of further variables that are not inherited.
@@ -63,9 +64,10 @@ class ProcessAgent:
         if not command or isinstance(command, str):
             raise ConfigError(
                 f"generator.kwargs.command={command!r} must be a list: the program, then its arguments, such as "
-                "[python, agent.py]."
+                "['{python}', agent.py]."
             )
-        self._command = [str(word) for word in command]
+        # The python of PATH may be another one, without the packages that the run has.
+        self._command = [sys.executable if word == "{python}" else str(word) for word in command]
         self.place = " ".join(self._command)  # for messages
         self._environment = {str(name): str(value) for name, value in (environment or {}).items()}
         self._withheld = frozenset((*_WITHHELD, *withheld))

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "input", "messages")  # usual names
 Place = tuple[int, int]  # .jsonl: byte offset and number of lines before it; other formats: row number, twice
+SHOWN_FILES = 5  # in the message about a missing one
 START: Place = (0, 0)
 
 _TOY_PROMPT = re.compile(r"\d\d\D=")
@@ -95,7 +96,8 @@ def open_rows(name: str) -> RowFile:
         DataError: there is no such file or data set, or it has an unknown format.
     """
     path = Path(name)
-    reader = {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}.get(path.suffix)
+    readers = {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    reader = readers.get(path.suffix)
     if path.is_file():
         if reader is None:
             raise DataError(
@@ -114,6 +116,9 @@ def open_rows(name: str) -> RowFile:
         beside = {file.stem: file for file in sorted(path.parent.iterdir())} if path.parent.is_dir() else {}
         close = difflib.get_close_matches(path.stem, beside, n=1)
         guess = f" Did you mean {path.with_name(beside[close[0]].name)}?" if close else ""
+        there = [str(file) for file in beside.values() if file.suffix in readers]
+        if there and not close:
+            guess = f" There is {', '.join(there[:SHOWN_FILES])}{' and more' if len(there) > SHOWN_FILES else ''}."
         made = (
             " The prepare_data.py beside its recipe makes it: docs/tutorials/recipes.md."
             if path.parts[0] == "data"
