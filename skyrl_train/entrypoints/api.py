@@ -27,6 +27,7 @@ from skyrl_train.config.schema import EnvironmentConfig, RunConfig
 from skyrl_train.entrypoints.inputs import RunInputs, load_inputs, print_warnings
 from skyrl_train.entrypoints.run import RunResult, StopRequest
 from skyrl_train.entrypoints.run import train as train_inputs
+from skyrl_train.entrypoints.settings import check_working_folder
 from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run import Run, load_run
@@ -375,7 +376,9 @@ def _compose(
     recipe_or_config: str | Path | RunConfig, overrides: Sequence[str], config_dir: str | Path | None
 ) -> RunConfig:
     if isinstance(recipe_or_config, str | Path):
-        return compose(str(recipe_or_config), overrides, config_dir)
+        config = compose(str(recipe_or_config), overrides, config_dir)
+        check_working_folder(recipe_or_config, config)
+        return config
     if isinstance(recipe_or_config, RunConfig):
         return with_overrides(recipe_or_config, overrides)
     raise ConfigError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +35,9 @@ def read_settings(
         ConfigError: a setting cannot work.
     """
     if library is None:
-        return compose(recipe, overrides, config_dir)
+        config = compose(recipe, overrides, config_dir)
+        check_working_folder(recipe, config)
+        return config
     if config_dir is not None:
         raise ConfigError(
             f"--config-dir is for recipes, and --from {library} takes a file of {library}. Give one of them."
@@ -45,3 +49,31 @@ def read_settings(
             f"{len(migration.without)} settings of {migration.title} have no counterpart, and --strict is given."
         )
     return migration.config
+
+
+def check_working_folder(recipe: str | Path, config: RunConfig) -> None:
+    """Check that no file named in a recipe is missing here and present in the recipe's folder: paths count from here.
+
+    Raises:
+        ConfigError: there is one; the message says where to change to.
+    """
+    folder = Path(recipe).parent
+    if not Path(recipe).is_file() or folder.resolve() == Path.cwd():
+        return
+    for text in _texts(asdict(config)):
+        name = text.partition(":")[0]  # of file.py:Name
+        file = Path(name)
+        looks_like_one = file.suffix and len(name) < 256 and not file.is_absolute()
+        if looks_like_one and not file.exists() and (folder / file).exists():
+            raise ConfigError(
+                f"{recipe} names {name}, which is not here and is in the recipe's folder; paths count from here. Change to that "
+                f"folder: cd {shlex.quote(str(folder))}, then give {Path(recipe).name}."
+            )
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)

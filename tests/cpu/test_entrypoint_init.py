@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import skyrl_train
 from skyrl_train.config.compose import compose
+from skyrl_train.config.schema import GeneratorConfig, RunConfig
 from skyrl_train.entrypoints.command_line import main
+from skyrl_train.entrypoints.settings import check_working_folder
+from skyrl_train.errors import ConfigError
 
 ROWS = (
     '{"question": "2+3=", "solution": "5", "note": "a \\"quoted\\" text"}\n{"question": "1e5${?", "solution": "15"}\n'
@@ -48,6 +52,27 @@ def test_the_folder_where_one_is_gives_the_runs_its_name(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path / "mine")
     assert main(["init", ".", "--data", "../sums.jsonl"]) == 0
     assert compose("recipe.yaml").trainer.run_name == "mine"
+
+
+@pytest.mark.parametrize("kind", ["env", "program"])
+def test_from_the_folder_above_each_command_says_where_to_change_to(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.jsonl").write_text(ROWS)
+    assert main(["init", "my sums", "--kind", kind, "--data", str(tmp_path / "sums.jsonl")]) == 0
+    told = "which is not here and is in the recipe's folder; paths count from here. Change to that folder: cd 'my sums', then"
+    for verb in ("plan", "try", "train", "doctor"):
+        capsys.readouterr()
+        assert main([verb, "my sums/recipe.yaml"]) == 2
+        assert told in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="paths count from here"):
+        skyrl_train.train("my sums/recipe.yaml")
+    if kind == "env":
+        here = [f"data.train_data=[{tmp_path}/sums.jsonl]", f"environment.env_class='{tmp_path}/my sums/task.py:Task'"]
+        assert main(["plan", "my sums/recipe.yaml", *here]) == 0
+        text = RunConfig(generator=GeneratorConfig(kwargs={"prompt": ["No file." * 99]}))
+        check_working_folder("my sums/recipe.yaml", text)  # longer than the name of a file may be
 
 
 def test_columns_that_it_does_not_know_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
