@@ -12,6 +12,8 @@ import typer
 from skyrl_train.errors import ConfigError, SkyRLError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from skyrl_train.endpoint.server.settings import ServerSettings
     from skyrl_train.inference.interface import InferenceEngineInterface
 
@@ -46,7 +48,10 @@ def serve(
     """
     import asyncio
 
+    from rich.console import Console
+
     from skyrl_train.endpoint.server.settings import ServerSettings
+    from skyrl_train.observability.screen import start_up
 
     admin_key = os.environ.get(KEY_VARIABLE)
     if admin_key is None and not open:
@@ -54,9 +59,12 @@ def serve(
     settings = ServerSettings(
         host=host, port=port, model_names=tuple(name or ("policy",)), admin_key=admin_key, open=open, docs=docs
     )
+    console = Console()
+    console.print("Starting: libraries, model, engines.", highlight=False)
     try:
-        engines = _engines(model, num_engines, backend, dtype, device, max_num_seqs, max_model_len)
-        asyncio.run(_serve(model, engines, settings, dtype, drain_s))
+        with start_up(console, "libraries"):
+            engines = _engines(model, num_engines, backend, dtype, device, max_num_seqs, max_model_len)
+        asyncio.run(_serve(model, engines, settings, dtype, drain_s, console))
     except SkyRLError as error:
         # The error names the setting of a training run; this command line has an argument instead.
         error.args = (str(error).replace("trainer.policy.model.path", "MODEL"),)
@@ -65,11 +73,14 @@ def serve(
 
 
 async def _serve(
-    model_path: str, engines: Sequence[InferenceEngineInterface], settings: ServerSettings, dtype: str, drain_s: float
+    model_path: str,
+    engines: Sequence[InferenceEngineInterface],
+    settings: ServerSettings,
+    dtype: str,
+    drain_s: float,
+    console: Console,
 ) -> None:
     import asyncio
-
-    from rich.console import Console
 
     from skyrl_train.endpoint.server.app import create_app
     from skyrl_train.endpoint.server.server import EndpointServer
@@ -77,6 +88,7 @@ async def _serve(
     from skyrl_train.inference.chat.service import ChatService
     from skyrl_train.inference.client import InferenceEngineClient
     from skyrl_train.models.folder import load_model, load_tokenizer
+    from skyrl_train.observability.screen import start_up
     from skyrl_train.runtime.process import gc_tuned
     from skyrl_train.types import PauseMode
     from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
@@ -85,7 +97,8 @@ async def _serve(
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    tokenizer = await asyncio.to_thread(load_tokenizer, model_path)
+    with start_up(console, "tokenizer"):
+        tokenizer = await asyncio.to_thread(load_tokenizer, model_path)
     client = InferenceEngineClient(list(engines), tokenizer, model_path)
     server = EndpointServer(
         create_app(ChatService(client, client.renderer), client, SessionStore(client.renderer), settings)
@@ -93,10 +106,13 @@ async def _serve(
     transport = SharedMemoryTransport(dtype)
 
     async def start_engines() -> None:
-        await client.start()
+        with start_up(console, "engines"):
+            await client.start()
         # The folder's weights are version 0. They stay in shared memory for engines that restart.
-        model = await asyncio.to_thread(load_model, model_path, dtype, "cpu")
-        await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.ABORT).sync(version=0)
+        with start_up(console, "model"):
+            model = await asyncio.to_thread(load_model, model_path, dtype, "cpu")
+        with start_up(console, "first weight sync"):
+            await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.ABORT).sync(version=0)
 
     try:
         starting = [asyncio.create_task(start_engines()), asyncio.create_task(stopped.wait())]
@@ -109,7 +125,7 @@ async def _serve(
         await starting[0]
         with gc_tuned():
             url = await server.start()
-            Console().print(f"serving {model_path} at {url}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"serving {model_path} at {url}", markup=False, highlight=False, soft_wrap=True)
             await stopped.wait()
         await server.stop(drain_s)
     finally:

@@ -8,19 +8,26 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.observability.advice import Advice, AdviceHistory, Row, advise, edge_rows
 from skyrl_train.observability.failures import FailureLog, shortened
 from skyrl_train.observability.run_folder import TRAINER_LOG, RunFolder, read_jsonl, read_scores
 from skyrl_train.observability.samples import RecordedGroup, rows_of
-from skyrl_train.observability.screen import Failures, PlainView, StepReport, TerminalView, make_view
+from skyrl_train.observability.screen import (
+    Failures,
+    PlainView,
+    StepReport,
+    TerminalView,
+    make_view,
+    spinner,
+    start_up_line,
+)
 from skyrl_train.observability.trackers.feed import NO_TRACKERS, TrackerFeed
 from skyrl_train.types import RolloutGroup
 
@@ -74,17 +81,13 @@ class Reporter:
         events = self._folder.events
         began = events.now()
         events.record("start_up", name=part, t0=began, t1=None)
-        with ExitStack() as stack:
-            if self._console.is_terminal and not self._console.is_dumb_terminal:
-                columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-                bar = stack.enter_context(Progress(*columns, console=self._console, transient=True))
-                bar.add_task(part, total=None)
+        with spinner(self._console, part):
             yield
         ended = events.now()
         events.record("start_up", name=part, t0=began, t1=ended)
         seconds = ended - began
         logger.info("start-up: %s took %.1f s", part, seconds)
-        self.note(f"  {part}: {seconds:.1f} s")
+        self.note(start_up_line(part, seconds))
 
     def begin(self, step: int) -> None:
         """Open all outputs for the steps after ``step``, and remove data about later steps."""

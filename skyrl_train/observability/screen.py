@@ -11,13 +11,16 @@ import shlex
 import statistics
 import time
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import Progress as Spinner
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -516,6 +519,31 @@ def final_lines(
         lines = [learned, f"{done}. Everything is in {run_dir}{contents}."]
     width = max(map(len, commands)) + 2
     return "\n".join([*lines, *(f"{f'{purpose}:':{width}}{command}" for purpose, command in commands.items())])
+
+
+@contextmanager
+def spinner(console: Console, part: str) -> Iterator[None]:
+    """Show in a terminal that ``part`` of a start-up runs, and for how long."""
+    with ExitStack() as stack:
+        if console.is_terminal and not console.is_dumb_terminal:
+            columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+            bar = stack.enter_context(Spinner(*columns, console=console, transient=True))
+            bar.add_task(part, total=None)
+        yield
+
+
+def start_up_line(part: str, seconds: float) -> str:
+    """Return the line about a part of a start-up that has ended."""
+    return f"  {part}: {seconds:.1f} s"
+
+
+@contextmanager
+def start_up(console: Console, part: str) -> Iterator[None]:
+    """Show that ``part`` of a start-up runs, and print how long it took."""
+    began = time.monotonic()
+    with spinner(console, part):
+        yield
+    console.print(start_up_line(part, time.monotonic() - began), markup=False, highlight=False, soft_wrap=True)
 
 
 def train_command(program: str, arguments: Sequence[str], *, run_dir: str | None = None, resumes: bool = True) -> str:

@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 from endpoint_worlds import ADMIN_KEY, ASK, WatchedEngine, World, endpoint
+from rich.console import Console
 from scripted import ScriptedEngine, settle
 
 from skyrl_train.config.schema import BuildModelConfig
@@ -393,7 +394,8 @@ async def test_a_server_whose_engines_still_start_ends_at_a_signal(
 
     monkeypatch.setattr(engine, "start", start)
     settings = ServerSettings(admin_key=ADMIN_KEY)
-    serving = asyncio.create_task(serve._serve(str(tmp_path / "model"), [engine], settings, "float32", 0.0))
+    model, quiet = str(tmp_path / "model"), Console(quiet=True)
+    serving = asyncio.create_task(serve._serve(model, [engine], settings, "float32", 0.0, quiet))
     try:
         began = asyncio.create_task(starting.wait())
         await asyncio.wait([began, serving], return_when=asyncio.FIRST_COMPLETED)

@@ -73,7 +73,10 @@ def base(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Iterator[str
     )
     assert server.stdout is not None
     try:
-        line = server.stdout.readline()
+        lines = [server.stdout.readline() for _ in range(7)]
+        parts = [line.partition(":")[0].strip() for line in lines[:-1]]
+        assert parts == ["Starting", "libraries", "tokenizer", "engines", "model", "first weight sync"]
+        line = lines[-1]
         assert line.startswith(f"serving {model} at http://127.0.0.1:"), line
         yield line.split()[-1].removesuffix("/v1")
         server.send_signal(signal.SIGINT)
