@@ -2,6 +2,7 @@
 
 SkyRLError
   ConfigError            a setting is unknown, impossible, or contradicts another
+    NoSuchRunError       there is no run of this name
   DataError              a data set is missing, empty or has a broken line
   ModelError             a model folder cannot be used
   CheckpointError        a checkpoint cannot be written, or does not belong to this run
@@ -51,6 +52,10 @@ class SkyRLError(Exception):
 
 class ConfigError(SkyRLError):
     """A setting is unknown, impossible, or contradicts another."""
+
+
+class NoSuchRunError(ConfigError):
+    """There is no run of this name, or in this folder."""
 
 
 class DataError(SkyRLError):

@@ -30,7 +30,7 @@ def compare(
     from rich.table import Table
 
     from skyrl_train.observability.readers.comparison import RESAMPLES, best_run
-    from skyrl_train.observability.readers.folders import RunsFolder
+    from skyrl_train.observability.readers.folders import RunsFolder, no_such_run
     from skyrl_train.observability.report.compare import compare_runs, comparison_html
     from skyrl_train.observability.report.sections import number, setting_text, shown
     from skyrl_train.observability.run_folder import replace_file
@@ -38,8 +38,8 @@ def compare(
 
     folders = [RunsFolder(path) for path in runs]
     names_of = [sorted(folder.names()) for folder in folders]
-    if missing := [str(path) for path, names in zip(runs, names_of, strict=True) if not names]:
-        raise ConfigError(f"There is no run in {', '.join(missing)}.")
+    if missing := [folder.root for folder, names in zip(folders, names_of, strict=True) if not names]:
+        raise no_such_run(*missing)
     paths = [folder.path(name) for folder, names in zip(folders, names_of, strict=True) for name in names]
     if len(paths) < 2:
         raise ConfigError(f"A comparison needs two runs; found: {paths[0]}.")

@@ -16,7 +16,7 @@ from skyrl_train.config.import_path import forget_files
 from skyrl_train.entrypoints.generation import started_generation, without_trainer
 from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, NoSuchRunError
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluationResult
 from skyrl_train.observability.run import split_checkpoint
 from skyrl_train.observability.run_folder import CONFIG, read_config
@@ -48,7 +48,9 @@ def evaluate(
 
             run, which = split_checkpoint(policy)
             if not (run / CONFIG).is_file():
-                raise ConfigError(f"{run} is no run. For a model, name the recipe that evaluates it: --recipe RECIPE.")
+                raise NoSuchRunError(
+                    f"There is no run in {run}. For a model, name the recipe that evaluates it: --recipe RECIPE."
+                )
             config = with_overrides(read_config(run), overrides)
             policy = str(Path(folder) / "model")
             step = export_checkpoint(run, which, Path(policy))

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyrl_train.errors import ConfigError
-
 if TYPE_CHECKING:
     from uvicorn import Server
 
@@ -32,10 +30,11 @@ def page(
     from rich.console import Console
 
     from skyrl_train.endpoint.server.settings import is_loopback
+    from skyrl_train.observability.readers.folders import no_such_run
     from skyrl_train.runtime.listening import bind
 
     if not runs_dir.is_dir():
-        raise ConfigError(f"{runs_dir} is no folder. Name a folder of runs, or the folder of one run.")
+        raise no_such_run(runs_dir.resolve())
     listener, url = bind(host, port, "--port")
     with listener:
         token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(host) else secrets.token_urlsafe(24))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import CheckpointError, ConfigError
+from skyrl_train.errors import CheckpointError, ConfigError, NoSuchRunError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import EventReader, Events
 from skyrl_train.observability.advice import Advice
@@ -176,14 +176,14 @@ def load_run(path: str | Path) -> Run:
     """Open a run folder for reading; it may be of a run that still trains.
 
     Raises:
-        ConfigError: there is no run in this folder.
+        NoSuchRunError: there is no run in this folder.
     """
     folder = Path(path)
     if not (folder / CONFIG).is_file():
         # The parent of run folders is a likely mistake, so the message lists them.
         near = sorted(str(file.parent) for file in folder.glob(f"*/{CONFIG}")) if folder.is_dir() else []
         hint = f" It contains these runs: {', '.join(near[:5])}." if near else ""
-        raise ConfigError(f"{folder} is not a run folder (it has no {CONFIG}).{hint}")
+        raise NoSuchRunError(f"{folder} is not a run folder (it has no {CONFIG}).{hint}")
     return Run(folder)
 
 

@@ -101,6 +101,27 @@ def test_watch_shows_the_newest_run_until_it_ends(
     assert shown.endswith("mine-1 (sync): finished, step 3\n")
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_each_reader_says_the_same_of_a_run_that_is_not_there(
+    exists: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "nothing"
+    if exists:
+        folder.mkdir()
+    why = "" if exists else f" ({folder} does not exist)"
+    for command in (["watch"], ["page"], ["report"], ["trace"], ["compare"], ["track"]):
+        if command == ["page"] and exists:
+            continue  # it waits for the runs of the folder
+        assert main([*command, str(folder), *(["tensorboard"] if command == ["track"] else [])]) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            f"NoSuchRunError: There is no run in {folder}{why}. Name a run, or a folder of runs.",
+            "More: docs/tutorials/errors.md#configerror",
+        ]
+    for command in (["eval"], ["export"]):
+        assert main([*command, str(folder), *([str(tmp_path / "new")] if command == ["export"] else [])]) == 2
+        assert capsys.readouterr().err.startswith("NoSuchRunError: ")
+
+
 def test_watch_shows_a_run_without_a_step_or_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("[not, settings")
     assert main(["watch", str(tmp_path), "--once"]) == 0

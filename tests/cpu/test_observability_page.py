@@ -22,13 +22,14 @@ from starlette.testclient import TestClient
 from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.page import TOKEN_VARIABLE
+from skyrl_train.errors import NoSuchRunError
 from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.page import app as page_app
 from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.readers import folders
 from skyrl_train.observability.readers.comparison import best_run, bootstrap_interval, compared
 from skyrl_train.observability.readers.encoding import to_json
-from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, is_run, read_settings, spread_rows
+from skyrl_train.observability.readers.folders import RunsFolder, is_run, read_settings, spread_rows
 from skyrl_train.observability.readers.incidents import incidents
 from skyrl_train.observability.readers.series import MetricTable, curves
 from skyrl_train.observability.readers.settings import differing_settings, settings_table
@@ -331,7 +332,7 @@ def test_the_files_of_the_page_are_in_the_package() -> None:
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["page", str(tmp_path / "none")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "There is no run in" in capsys.readouterr().err
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -164,7 +164,7 @@ def test_what_cannot_be_traced_is_said(
 
 def test_a_run_without_events_or_times_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(tmp_path)]) == 2
-    assert "has no run" in capsys.readouterr().err
+    assert "There is no run in" in capsys.readouterr().err
     (tmp_path / METRICS).write_text('{"step": 1}\n')
     assert main(["trace", str(tmp_path)]) == 2
     assert "have no times" in capsys.readouterr().err

@@ -28,12 +28,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from skyrl_train.errors import NoSuchRunError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.observability.metrics import known_spec
 from skyrl_train.observability.page.prometheus import exposition
 from skyrl_train.observability.readers.comparison import AXES, best_run, compared
 from skyrl_train.observability.readers.encoding import to_json
-from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, fingerprint, read_settings
+from skyrl_train.observability.readers.folders import RunsFolder, fingerprint, read_settings
 from skyrl_train.observability.readers.incidents import checkpoint_steps, incidents, log_end, log_files, run_advice
 from skyrl_train.observability.readers.samples import prompt_rows, step_rows, whole_sequence
 from skyrl_train.observability.readers.series import MetricTable, curves

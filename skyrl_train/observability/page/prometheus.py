@@ -13,9 +13,10 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from skyrl_train.errors import NoSuchRunError
 from skyrl_train.events.log import encodable
 from skyrl_train.observability.metrics import known_spec
-from skyrl_train.observability.readers.folders import NoSuchRunError, RunsFolder, last_write, read_settings, spread_rows
+from skyrl_train.observability.readers.folders import RunsFolder, last_write, read_settings, spread_rows
 from skyrl_train.observability.readers.series import MetricTable
 from skyrl_train.observability.readers.settings import setting_of
 from skyrl_train.observability.readers.timeline import EventStore

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import yaml
 
-from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.errors import NoSuchRunError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import segment_content
 from skyrl_train.observability.readers.settings import setting_of
@@ -31,10 +31,6 @@ LIVE_S = 60.0  # a run that trains writes at least one line per second to events
 MAX_AHEAD_S = 3600.0  # of the clock of a file server
 _CONFIG_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
-
-
-class NoSuchRunError(SkyRLError):
-    """There is no run of this name below the folder."""
 
 
 class RunsFolder:
@@ -81,11 +77,11 @@ class RunsFolder:
         """Return the name of the run that was written last.
 
         Raises:
-            ConfigError: there is no run.
+            NoSuchRunError: there is no run.
         """
         if names := self.names():
             return names[0]
-        raise ConfigError(f"{self.root} has no run. Name a run, or a folder of runs.")
+        raise no_such_run(self.root)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the row of each run in the list of runs."""
@@ -119,6 +115,13 @@ class RunsFolder:
             "tokens": last.get("inference/generated_tokens_total"),
             "curve": [[row["step"], row.get("reward/mean")] for row in rows],
         }
+
+
+def no_such_run(*paths: Path) -> NoSuchRunError:
+    """Return the error for a command whose arguments ``paths`` have no runs."""
+    missing = [f"{path} does not exist" for path in paths if not path.exists()]
+    why = f" ({', '.join(missing)})" if missing else ""
+    return NoSuchRunError(f"There is no run in {', '.join(map(str, paths))}{why}. Name a run, or a folder of runs.")
 
 
 def is_run(path: Path) -> bool:
