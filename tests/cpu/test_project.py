@@ -266,6 +266,8 @@ def test_a_nightly_job_drives_the_newest_releases_of_the_client_libraries() -> N
         newest = subprocess.run(["sed", program, path], check=True, capture_output=True, text=True).stdout
         packages = [re.findall(r"^[a-z][^=\s]*", text, re.MULTILINE) for text in (path.read_text(), newest)]
         assert "==" not in newest and packages[0] == packages[1] != []
+    (compare,) = [command for command in commands if "pip install --upgrade openai anthropic" in command]
+    assert "pytest tests/cpu/test_dialect_*.py -k client_can_send" in compare
 
 
 def test_the_gpu_tests_fail_in_ci_where_they_would_be_skipped(tmp_path: Path, forks: Forks) -> None:
