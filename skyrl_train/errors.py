@@ -26,6 +26,8 @@ SkyRLError
   SimulationError        a run in virtual time cannot continue: a deadlock, or blocking work in the wrong place
 """
 
+from __future__ import annotations
+
 AGENT_OUTPUT = "Output of the agent program for sample"  # how observability/failures.py finds such a note
 
 
@@ -103,7 +105,19 @@ class RequestError(SkyRLError):
 
 
 class GrammarError(RequestError):
-    """A response cannot follow its grammar: the grammar cannot be compiled, or became too complex. The message says why."""
+    """A response cannot follow its grammar: the grammar cannot be compiled, or became too complex. The message says why.
+
+    ``field``: the field of the request that asks for it, if that is known.
+    """
+
+    field: str | None = None  # no argument of the constructor: an error travels between processes as its message
+
+    @classmethod
+    def of_field(cls, field: str, message: str) -> GrammarError:
+        """Return an error whose message begins with the field."""
+        error = cls(f"{field}: {message}")
+        error.field = field
+        return error
 
 
 class SessionError(SkyRLError):

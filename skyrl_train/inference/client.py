@@ -171,7 +171,7 @@ class RequestClient(GenerationService):
         call = openai_completions.parse(body)
         _reject_stream(call.streamed)
         named = None if session_id is None else str(session_id)
-        run = CompletionRun(self, self, call.prompts, call.params, session_id=named)
+        run = CompletionRun(self, self, call.prompts, call.params, session_id=named, grammar_field=call.grammar_field)
         return call.response(
             await run.complete(), ResponseContext(secrets.token_hex(16), int(time.time()), self._texts)
         )

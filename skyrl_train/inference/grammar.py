@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from transformers.configuration_utils import PreTrainedConfig
 
+_VALUES = frozenset(("const", "enum", "default", "examples"))  # keywords of JSON schemas whose values are no schemas
+_LOOKS_AROUND = re.compile(
+    r"(?<!\\)(?:\\\\)*(?:\(\?(?:<?[=!]|P=)|\\[1-9k])"
+)  # look-around or a back reference in a pattern
+_PLACE = re.compile(
+    r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?"
+)  # in the library's messages: line and column
+_EXCERPT = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)  # of the grammar, which is not the caller's text
 Mask = npt.NDArray[np.uint8]  # packed bits of the vocabulary, the first token in the lowest bit: [ceil(vocab_size / 8)]
 
 MAX_CHARACTERS = 1 << 17  # of a schema or another grammar
@@ -297,6 +306,34 @@ def grammar_text(structured: StructuredOutput) -> str:
             return LLMatcher.grammar_from_lark(value)
 
 
+def schema_text(schema: Mapping[str, Any], *, strict: bool) -> str:
+    """Return a JSON schema as the text of a grammar.
+
+    Without ``strict``, keywords that the library cannot follow are skipped. ``oneOf`` with a ``discriminator`` becomes ``anyOf``:
+    the library follows ``oneOf`` only where it can prove that the alternatives exclude each other, as these do.
+    """
+    followed = _followed(schema, strict)
+    options = followed.get("x-guidance", {})
+    if not strict and isinstance(options, dict):
+        followed["x-guidance"] = {"lenient": True, **options}
+    return json.dumps(followed)
+
+
+def _followed(schema: Any, strict: bool) -> Any:
+    if isinstance(schema, list):
+        return [_followed(entry, strict) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    followed = {}
+    for keyword, value in schema.items():
+        if keyword == "pattern" and not strict and isinstance(value, str) and _LOOKS_AROUND.search(value):
+            continue  # the library's lenient mode does not skip it
+        if keyword == "oneOf" and isinstance(value, list) and "discriminator" in schema and "anyOf" not in schema:
+            keyword = "anyOf"
+        followed[keyword] = value if keyword in _VALUES else _followed(value, strict)
+    return followed
+
+
 def after_reasoning(structured: StructuredOutput, closing: str, token: int | None) -> StructuredOutput:
     """Return a grammar that allows free text up to the mark ``closing``, and then ``structured``.
 
@@ -329,10 +366,14 @@ def _rules(structured: StructuredOutput) -> str:
             return structured.value.removeprefix("start: ")
 
 
-async def check_grammar(structured: StructuredOutput) -> None:
+async def check_grammar(structured: StructuredOutput, field: str = "", fields: Mapping[str, str] | None = None) -> None:
     """Compile a caller's grammar in a process that has limits, before an engine compiles it beside its requests.
 
     Requests with the same grammar share one trial. A trial continues when its caller is cancelled.
+
+    Args:
+        field: the field of the request that asks for the grammar, for the error. Empty: unknown.
+        fields: other fields, by the rules of the grammar that they ask for.
 
     Raises:
         GrammarError: it cannot be compiled within the limits; the message has the library's reason.
@@ -348,8 +389,14 @@ async def check_grammar(structured: StructuredOutput) -> None:
     except OSError:  # the machine has no room for a process now; a later request tries again
         _trials.pop(text, None)
         raise
-    if problem:
-        raise GrammarError(f"The grammar cannot be compiled: {_one_line(problem)}")
+    if not problem:
+        return
+    if (place := _PLACE.match(problem)) is not None and structured.kind == "grammar":
+        lines = structured.value.splitlines()
+        rule = lines[min(int(place[1]), len(lines)) - 1].partition(":")[0]
+        field = next((other for name, other in (fields or {}).items() if f"{rule}_".startswith(f"{name}_")), field)
+    message = f"The grammar cannot be compiled: {_one_line(problem)}"
+    raise GrammarError.of_field(field, message) if field else GrammarError(message)
 
 
 def _try_grammar(text: str) -> str:
@@ -436,4 +483,6 @@ class _TokenizerWrapper:
 
 
 def _one_line(message: str) -> str:
+    """Return a message of the library without the grammar that it quotes."""
+    message = _EXCERPT.sub("", _PLACE.sub("", message, count=1)).replace("<non-verbose/>", "")
     return f"{' '.join(message.split()):.500}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from typing import Any, get_type_hints
 
@@ -15,6 +16,8 @@ from request_fields import Support, field_table
 from skyrl_train.inference.chat.requests import AssistantMessage
 from skyrl_train.inference.interface import LogitAdjustment, StructuredOutput
 from skyrl_train.inference.openai import chat as openai_chat
+from skyrl_train.inference.openai import messages
+from skyrl_train.inference.openai.body import NamedSchema, RequestBody, StreamOptions
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -67,6 +70,57 @@ def test_the_table_has_every_field_that_the_openai_client_can_send() -> None:
     assert sent <= {entry.name for entry in field_table(openai_chat.ChatCompletionBody)}
 
 
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("ChatCompletionContentPartTextParam", messages.TextPart),
+        ("ChatCompletionContentPartRefusalParam", messages.RefusalPart),
+        ("ChatCompletionSystemMessageParam", messages.PromptMessage),
+        ("ChatCompletionDeveloperMessageParam", messages.PromptMessage),
+        ("ChatCompletionUserMessageParam", messages.PromptMessage),
+        ("ChatCompletionAssistantMessageParam", messages.AssistantBody),
+        ("ChatCompletionToolMessageParam", messages.ToolMessage),
+        ("ChatCompletionMessageFunctionToolCallParam", messages.ToolCallBody),
+        ("ChatCompletionFunctionToolParam", messages.ChatTool),
+        ("ChatCompletionNamedToolChoiceParam", messages.NamedTool),
+        ("ChatCompletionAllowedToolChoiceParam", messages.AllowedToolsChoice),
+        ("ChatCompletionAllowedToolsParam", messages.AllowedTools),
+        ("ChatCompletionStreamOptionsParam", StreamOptions),
+    ],
+)
+def test_messages_and_tools_may_have_every_field_that_the_client_can_send(name: str, body: type[RequestBody]) -> None:
+    sent = get_type_hints(getattr(pytest.importorskip("openai.types.chat"), name)).keys()
+    assert sent and sent - body.model_fields.keys() == set()
+
+
+def test_functions_and_schemas_may_have_every_field_that_the_client_can_send() -> None:
+    shared = pytest.importorskip("openai.types.shared_params")
+    assert get_type_hints(shared.FunctionDefinition).keys() <= messages.ToolFunction.model_fields.keys()
+    json_schema = pytest.importorskip("openai.types.shared_params.response_format_json_schema").JSONSchema
+    assert get_type_hints(json_schema).keys() <= {
+        field.alias or name for name, field in NamedSchema.model_fields.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("strict", "text"),
+    [(None, '{"x-guidance": {"lenient": true}}'), (False, '{"x-guidance": {"lenient": true}}'), (True, "{}")],
+)
+def test_only_a_strict_schema_has_to_be_followed_whole(strict: bool | None, text: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {}, "strict": strict}}
+    structured = openai_chat.parse({**ASK, "response_format": form}).request.params.structured
+    assert structured is not None and json.loads(structured.value) == json.loads(text)
+
+
+def test_a_schema_of_vllms_field_may_be_a_text() -> None:
+    def grammar(schema: Any) -> Any:
+        return openai_chat.parse({**ASK, "structured_outputs": {"json": schema}}).request.params.structured
+
+    assert grammar('{"type": "integer"}') == grammar({"type": "integer"})
+    for wrong, message in (("{", "json is not JSON"), ("[]", "must be an object"), ("[" * 100_000, "json is not JSON")):
+        assert message in refusal(structured_outputs={"json": wrong}).message
+
+
 def test_every_field_arrives_in_the_chat_request() -> None:
     call = openai_chat.parse(EVERYTHING)
     request = call.request
@@ -79,7 +133,7 @@ def test_every_field_arrives_in_the_chat_request() -> None:
     assert (params.n, params.seed, params.stop, params.stop_token_ids) == (3, -1, ("a", "b"), (4,))
     assert (params.temperature, params.top_p, params.top_k, params.min_p, params.min_tokens) == (0.5, 0.9, 4, 0.1, 2)
     assert (request.logprobs, params.top_logprobs, params.ignore_eos) == (True, 2, True)
-    assert params.structured == StructuredOutput("json_schema", '{"type": "object"}')
+    assert params.structured == StructuredOutput("json_schema", '{"type": "object", "x-guidance": {"lenient": true}}')
 
 
 def test_penalties_and_biases_arrive() -> None:
@@ -125,10 +179,17 @@ def test_null_is_the_same_as_nothing() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].custom"),
         ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
         ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": 3}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"response_format": {"type": "object", "properties": {}}}, "response_format.type"),
         ({"continue_final_message": True}, "messages[0]"),
         ({"continue_final_message": True, "messages": [{"role": "assistant", "content": " "}]}, "messages[0]"),
         (

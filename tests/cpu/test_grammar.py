@@ -41,6 +41,7 @@ from skyrl_train.inference.grammar import (
     check_grammar,
     end_token_ids,
     grammar_text,
+    schema_text,
 )
 from skyrl_train.inference.interface import SamplingParams, StopReason, StructuredOutput, TokenChunk
 from skyrl_train.inference.requests import Generation
@@ -186,6 +187,58 @@ async def test_a_trial_ends_what_would_take_hours_to_compile() -> None:
     patterns = [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(20)]
     with pytest.raises(GrammarError, match="more than 1 s"):
         await check_grammar(StructuredOutput("json_schema", json.dumps({"allOf": patterns})))
+
+
+LOOKS_AROUND = [r"^(?!x)a", r"(?<=a)b", r"(a)\1", r"(?P<n>a)(?P=n)", r"\\(?=a)"]
+
+
+@pytest.mark.parametrize("pattern", LOOKS_AROUND)
+async def test_a_pattern_that_looks_around_is_skipped_unless_the_schema_is_strict(pattern: str) -> None:
+    schema = {"properties": {"a": {"type": "string", "pattern": pattern}, "pattern": {"const": {"pattern": pattern}}}}
+    await check_grammar(StructuredOutput("json_schema", schema_text(schema, strict=False)))
+    kept = json.loads(schema_text(schema, strict=False))["properties"]
+    assert kept == {"a": {"type": "string"}, "pattern": schema["properties"]["pattern"]}
+    with pytest.raises(GrammarError, match=r"look-around|backreferences|unrecognized"):
+        await check_grammar(StructuredOutput("json_schema", schema_text(schema, strict=True)))
+
+
+@pytest.mark.parametrize("pattern", [r"\(?=a", r"a\\1", "(?:a)"])
+def test_a_pattern_that_does_not_look_around_is_kept(pattern: str) -> None:
+    assert json.loads(schema_text({"pattern": pattern}, strict=False))["pattern"] == pattern
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_alternatives_with_a_discriminator_are_followed(strict: bool) -> None:
+    """As pydantic writes a union of models that a literal field tells apart."""
+    models = {
+        name: {
+            "type": "object",
+            "properties": {"kind": {"const": name}, "x": {"type": "integer"}},
+            "required": ["kind"],
+        }
+        for name in "ab"
+    }
+    union = [{"$ref": f"#/$defs/{name}"} for name in models]
+    schema = {"$defs": models, "oneOf": union}
+    told_apart = {**schema, "discriminator": {"propertyName": "kind"}}
+    await check_grammar(StructuredOutput("json_schema", schema_text(told_apart, strict=strict)))
+    if strict:
+        with pytest.raises(GrammarError, match="oneOf constraints"):
+            await check_grammar(StructuredOutput("json_schema", schema_text(schema, strict=True)))
+
+
+def test_a_schema_keeps_its_own_options_of_the_library() -> None:
+    schema = {"x-guidance": {"whitespace_flexible": False}}
+    assert json.loads(schema_text(schema, strict=True)) == schema
+    options = json.loads(schema_text(schema, strict=False))["x-guidance"]
+    assert options == {"lenient": True, "whitespace_flexible": False}
+
+
+async def test_an_error_names_the_field_and_quotes_no_grammar() -> None:
+    with pytest.raises(GrammarError) as raised:
+        await check_grammar(StructuredOutput("regex", "(a"), "structured_outputs")
+    assert raised.value.field == "structured_outputs" and "start:" not in str(raised.value)
+    assert str(raised.value).startswith("structured_outputs: The grammar cannot be compiled: invalid regex")
 
 
 async def test_requests_with_the_same_grammar_share_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from skyrl_train.endpoint.server.app import create_app
 from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.endpoint.sessions.store import SessionStore
 from skyrl_train.errors import ConfigError, GrammarError
+from skyrl_train.inference.chat.formats import _arguments_schema
 from skyrl_train.inference.chat.requests import AssistantMessage
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import InferenceEngineClient
@@ -96,6 +97,29 @@ def test_a_forced_response_is_one_call_that_the_parser_reads(name: str) -> None:
     assert called == {"look", "stop-it"}
     (call,) = spoken(name, chat_renderer(name).forced_call(TOOLS[:1]), 0, [1, 2]).tool_calls
     assert call.name == "look"
+
+
+@pytest.mark.parametrize("name", FORCING)
+def test_arguments_that_a_function_does_not_have_are_not_written(name: str) -> None:
+    for without in ({}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}):
+        tools = [{"type": "function", "function": {"name": "look", **without}}]
+        for seed in range(3):
+            (call,) = spoken(name, chat_renderer(name).forced_call(tools), seed, [1, 2]).tool_calls
+            assert json.loads(call.arguments) == {}
+    one = {"properties": {"n": {"const": 1}}, "required": ["n"]}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": one}}]
+    for seed in range(3):
+        (call,) = spoken(name, chat_renderer(name).forced_call(tools), seed, [1, 2]).tool_calls
+        assert json.loads(call.arguments) == {"n": 1}
+
+
+def test_a_schema_that_says_so_may_have_further_arguments() -> None:
+    for further in ({"additionalProperties": True}, {"patternProperties": {"^x": {}}}, {"$ref": "#/$defs/x"}):
+        schema = _arguments_schema({"name": "f", "parameters": {"properties": {"a": {}}, **further}})
+        assert schema.get("additionalProperties", True) is True
+    # A key that is required and not described would be impossible.
+    assert _arguments_schema({"name": "f", "parameters": {"required": ["z"]}})["additionalProperties"] is True
+    assert _arguments_schema({"name": "f", "parameters": {"required": [["z"]]}})["additionalProperties"] is True
 
 
 def test_a_format_that_the_library_parses_whole_cannot_be_forced() -> None:
@@ -180,11 +204,11 @@ def test_arguments_that_are_written_as_text_follow_their_schema(name: str, token
     strict = {**tools[0]["function"], "strict": True}  # type: ignore[dict-item]
     form.grammar([{"function": strict}], of)
     strict["parameters"] = {"properties": {"day": {"type": "string", "pattern": "[a-z]+"}}}
-    with pytest.raises(GrammarError, match="'day' is written as text, for which pattern cannot"):
+    with pytest.raises(GrammarError, match="the model writes the argument 'day' as text, for which pattern cannot"):
         form.grammar([{"function": strict}], of)
     renderer.answer_or_call(StructuredOutput("json_object"), [{"function": strict}])
     for wrong in ({"properties": ["day"]}, {"required": [1]}, {"properties": {"day": {"enum": 1}}}):
-        with pytest.raises(GrammarError, match="the parameters of the tool look are no JSON schema"):
+        with pytest.raises(GrammarError, match="the parameters of 'look' are no JSON schema"):
             form.grammar([{"function": {"name": "look", "parameters": wrong}}], of)
 
 
@@ -243,10 +267,10 @@ def test_reasoning_that_the_prompt_opens_is_free_and_the_grammar_holds_behind_it
         ("auto", ("auto", None)),
         ("none", ("none", None)),
         ("required", ("required", None)),
-        ("look", ("required", "look")),
+        ("look", ("required", ("look",))),
     ],
 )
-def test_the_dialects_read_every_choice(choice: str, expected: tuple[str, str | None]) -> None:
+def test_the_dialects_read_every_choice(choice: str, expected: tuple[str, tuple[str] | None]) -> None:
     message, named = {"role": "user", "content": "x"}, choice == "look"
     chat = {"type": "function", "function": {"name": choice}} if named else choice
     one = {"parallel_tool_calls": False}
@@ -265,9 +289,24 @@ def test_the_dialects_read_every_choice(choice: str, expected: tuple[str, str | 
     schemas = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
     body = {"model": "m", "max_tokens": 9, "messages": [message], "tools": schemas, "tool_choice": block}
     requests.append(anthropic.parse(body).request)
-    assert [(request.tool_choice, request.forced_tool) for request in requests] == [expected] * 3
+    assert [(request.tool_choice, request.allowed_tools) for request in requests] == [expected] * 3
     if choice == "auto":  # a forced call is the only one
         assert all(request.single_call for request in requests)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_openais_dialects_take_a_choice_of_tools(mode: str) -> None:
+    functions = [{"type": "function", "function": {"name": "look"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": functions}}
+    message = {"role": "user", "content": "x"}
+    chat = openai_chat.parse({"model": "m", "messages": [message], "tools": TOOLS, "tool_choice": choice}).request
+    item = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "look"}]}
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    call = responses.parse({"model": "m", "input": "x", "tools": tools, "tool_choice": item})
+    assert call.echo["tool_choice"] == item
+    for request in (chat, call.request):
+        assert (request.tool_choice, request.allowed_tools) == (mode, ("look",))
+        assert [tool["function"]["name"] for tool in request.callable_tools] == ["look"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -348,16 +387,75 @@ async def test_a_chat_with_tools_and_a_format_is_an_answer_or_a_call(http: httpx
     assert json.loads(choice["message"]["content"]) == {"answer": 1}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def wrong_tool(kind: str, properties: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": "wrong", "parameters": {"type": kind, "properties": properties or {}}},
+    }
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_only_allowed_tools_are_called_or_shown(http: httpx.AsyncClient) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "return_token_ids": True}
+    whole = await posted(http, "/v1/chat/completions", {**body, "max_tokens": 1})
+    for seed in range(4):
+        forced = await posted(
+            http, "/v1/chat/completions", {**body, "tool_choice": allowed("required", "stop-it"), "seed": seed}
+        )
+        (call,) = forced["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "stop-it"
+        assert forced["prompt_token_ids"] == whole["prompt_token_ids"]
+    shown = await posted(
+        http, "/v1/chat/completions", {**body, "tool_choice": allowed("auto", "look"), "max_tokens": 1}
+    )
+    alone = await posted(http, "/v1/chat/completions", {**body, "tools": TOOLS[:1], "max_tokens": 1})
+    assert shown["prompt_token_ids"] == alone["prompt_token_ids"] != whole["prompt_token_ids"]
+
+
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tool_choice": "required"}, "asks for a tool, which is not among the tools"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "the tool 'fly'"),
+        ({"tool_choice": "required"}, "tool_choice: a call is asked for, but there are no tools"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"not": {}}}}},
-            "Unimplemented keys",
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}},
+            "tool_choice: the tool 'fly'",
         ),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "look", "fly")}, "tool_choice: the tool 'fly'"),
+        (
+            {"tools": [*TOOLS, wrong_tool("array")], "tool_choice": "required"},
+            "tools: the parameters of 'wrong' must be of type object, got 'array'",
+        ),
+        (
+            {"tools": [*TOOLS, wrong_tool("object", {"x": {"type": "nothing"}})], "tool_choice": "required"},
+            "tools[2]: The grammar cannot be compiled: Invalid type: nothing",
+        ),
+        (
+            {"tools": [wrong_tool("object", {"x": {"type": "nothing"}})], "response_format": {"type": "json_object"}},
+            "tools[0]: The grammar cannot be compiled: Invalid type: nothing",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "nothing"}}},
+            },
+            "response_format: The grammar cannot be compiled: Invalid type: nothing",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "s", "schema": {"not": {}}, "strict": True},
+                }
+            },
+            "response_format: The grammar cannot be compiled: Unimplemented keys",
+        ),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs: The grammar cannot be compiled: invalid regex"),
         (
             {"structured_outputs": {"regex": "(a", "json_object": True}},
             "exactly one of json, json_object, regex and choice",
@@ -371,4 +469,7 @@ async def test_what_cannot_be_followed_is_a_clear_400(
     for streamed in (False, True):
         body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "stream": streamed, **fields}
         answer = await http.post("/v1/chat/completions", json=body)
-        assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text
+        error = answer.json()["error"]
+        assert (answer.status_code, message in error["message"]) == (400, True), answer.text
+        field, colon, _ = error["message"].partition(":")
+        assert not colon or error["param"] == field

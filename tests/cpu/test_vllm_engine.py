@@ -271,7 +271,7 @@ async def test_a_tool_call_is_forced(vllm: Served, forced: str | None) -> None:
         SamplingParams(temperature=temperature, seed=1),
         tools=tuple(tools),
         tool_choice="required",
-        forced_tool=forced,
+        allowed_tools=None if forced is None else (forced,),
     )
     (choice,) = (await ChatService(client, renderer).complete(asked)).choices
     (call,) = choice.message.tool_calls

@@ -22,6 +22,7 @@ from skyrl_train.inference.chat.requests import (
     ChatResult,
     ToolCall,
 )
+from skyrl_train.inference.grammar import schema_text
 from skyrl_train.inference.interface import SamplingParams, StructuredOutput
 from skyrl_train.inference.openai.body import (
     SEED_NOTE,
@@ -129,7 +130,7 @@ class MessagesTool(RequestBody):
     name: NonEmpty
     description: str | None = None
     input_schema: JsonObject
-    strict: Any = ignored("nothing is enforced")
+    strict: Any = ignored("forced calls follow the schema in any case")
     cache_control: Any = ignored(_CACHED)
     eager_input_streaming: Any = ignored("the input comes in one piece")
     allowed_callers: Annotated[Any, Unsupported("no code is run here", ["direct"])] = None
@@ -273,7 +274,7 @@ class CountTokensBody(RequestBody):
             max_tokens=max_tokens,
             tools=tuple(function_tool(tool.name, tool.description, tool.input_schema) for tool in self.tools or ()),
             tool_choice=_TOOL_CHOICES["auto" if self.tool_choice is None else self.tool_choice.type],
-            forced_tool=self.tool_choice.name if isinstance(self.tool_choice, ToolChoiceTool) else None,
+            allowed_tools=(self.tool_choice.name,) if isinstance(self.tool_choice, ToolChoiceTool) else None,
             single_call=isinstance(self.tool_choice, ToolChoiceAuto)
             and bool(self.tool_choice.disable_parallel_tool_use),
             template_kwargs=template_arguments(effort, {**thinking, **(self.chat_template_kwargs or {})}),
@@ -326,7 +327,8 @@ def parse(body: Mapping[str, Any]) -> MessagesCall:
     read = MessagesBody.parse(body)
     structured = None
     if read.output_config is not None and read.output_config.format is not None:
-        structured = StructuredOutput("json_schema", json.dumps(read.output_config.format.json_schema))
+        text = schema_text(read.output_config.format.json_schema, strict=True)
+        structured = StructuredOutput("json_schema", text)
     params = read.sampling_params(
         read.max_tokens,
         seed=read.seed,

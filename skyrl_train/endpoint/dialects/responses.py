@@ -8,7 +8,6 @@ drops the ids, the order of the items decides.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -23,10 +22,12 @@ from pydantic_core import PydanticCustomError
 
 from skyrl_train.endpoint.dialects.responses_output import ResponseBody, ResponsesStream, output_items
 from skyrl_train.inference.chat.requests import AssistantMessage, ChatRequest, ChatResult, ToolCall
+from skyrl_train.inference.grammar import schema_text
 from skyrl_train.inference.interface import StructuredOutput
 from skyrl_train.inference.openai.body import (
     MAX_TOP_LOGPROBS,
     SEED_NOTE,
+    STRICT_SCHEMA_NOTE,
     TEXT_OR_LIST,
     GenerationBody,
     JsonObject,
@@ -45,8 +46,11 @@ from skyrl_train.inference.openai.dialect import ResponseContext
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.openai.messages import (
     FORCED_NOTE,
+    FUNCTIONS_ONLY,
+    KINDS_OF_CHOICE,
     PARALLEL_NOTE,
-    TEXT_OR_NAMED,
+    TEXT_OR_OBJECT,
+    Chosen,
     function_tool,
 )
 
@@ -176,11 +180,11 @@ Item = Annotated[
 class FunctionTool(RequestBody):
     """A function that the caller runs."""
 
-    type: Annotated[Literal["function"], only("function", "only functions that the caller runs are served")]
+    type: Annotated[Literal["function"], only("function", FUNCTIONS_ONLY)]
     name: NonEmpty
     description: str | None = None
     parameters: JsonObject | None = None
-    strict: bool | None = Field(None, description="repeated in the response; nothing is enforced")
+    strict: bool | None = Field(None, description="repeated in the response, without effect on calls")
     run_async: Annotated[Any, Unsupported(_IN_TURN, False)] = Field(None, alias="async")
     allowed_callers: Annotated[Any, Unsupported("no code is run here", ["direct"])] = None
     defer_loading: Annotated[Any, Unsupported("there is no tool search", False)] = None
@@ -200,7 +204,7 @@ class JsonSchemaFormat(RequestBody):
     name: NonEmpty
     json_schema: JsonObject = Field(alias="schema")
     description: str | None = Field(None, description="the model sees the messages only")
-    strict: bool | None = Field(None, description="the schema is always kept")
+    strict: bool | None = Field(None, description=STRICT_SCHEMA_NOTE)
 
 
 class TextSettings(RequestBody):
@@ -247,6 +251,33 @@ class NamedFunctionTool(RequestBody):
     name: NonEmpty
 
 
+class AllowedFunctionTools(RequestBody):
+    """The tools that the model may call, or has to call one of."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunctionTool], Field(min_length=1, max_length=128)]
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("=text")]
+    | Annotated[
+        Annotated[NamedFunctionTool, Tag("=function")] | Annotated[AllowedFunctionTools, Tag("=allowed_tools")],
+        KINDS_OF_CHOICE,
+        Tag("=object"),
+    ],
+    TEXT_OR_OBJECT,
+]
+
+
+def _chosen_tools(choice: ToolChoice | None) -> Chosen:
+    if isinstance(choice, NamedFunctionTool):
+        return "required", (choice.name,)
+    if isinstance(choice, AllowedFunctionTools):
+        return choice.mode, tuple(tool.name for tool in choice.tools)
+    return choice or "auto", None
+
+
 class ResponsesBody(GenerationBody):
     """The body of ``POST /v1/responses``."""
 
@@ -265,13 +296,7 @@ class ResponsesBody(GenerationBody):
     stream: bool | None = Field(None, description="server-sent events")
     stream_options: StreamSettings | None = Field(None, description="only with stream")
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = Field(None, description="functions only")
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["auto", "none", "required"], Tag("=text")] | Annotated[NamedFunctionTool, Tag("=named")],
-            TEXT_OR_NAMED,
-        ]
-        | None
-    ) = Field(None, description=FORCED_NOTE)
+    tool_choice: ToolChoice | None = Field(None, description=FORCED_NOTE)
     text: TextSettings | None = Field(
         None, description="format: text; json_object and json_schema where the engines can be guided"
     )
@@ -341,11 +366,12 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
     text_format = None if read.text is None else read.text.format
     structured = None
     if isinstance(text_format, JsonSchemaFormat):
-        structured = StructuredOutput("json_schema", json.dumps(text_format.json_schema))
+        text = schema_text(text_format.json_schema, strict=bool(text_format.strict))
+        structured = StructuredOutput("json_schema", text)
     elif text_format is not None and text_format.type == "json_object":
         structured = StructuredOutput("json_object")
     effort = None if read.reasoning is None else read.reasoning.effort
-    # strict is left out: no chat template knows it.
+    # strict is left out: no chat template knows it, and clients set it without being asked.
     no_parameters: dict[str, Any] = {"type": "object", "properties": {}}
     tools = [
         function_tool(tool.name, tool.description, no_parameters if tool.parameters is None else tool.parameters)
@@ -359,14 +385,14 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
         top_logprobs=read.top_logprobs or 0,
         structured=read.structured(structured),
     )
-    named = read.tool_choice if isinstance(read.tool_choice, NamedFunctionTool) else None
+    tool_choice, allowed_tools = _chosen_tools(read.tool_choice)
     request = ChatRequest(
         messages=tuple(chat_messages(read.instructions, read.input)),
         params=params,
         max_tokens=read.max_output_tokens,
         tools=tuple(tools),
-        tool_choice="required" if named is not None else read.tool_choice or "auto",  # type: ignore[arg-type]
-        forced_tool=None if named is None else named.name,
+        tool_choice=tool_choice,
+        allowed_tools=allowed_tools,
         single_call=read.parallel_tool_calls is False,
         template_kwargs=template_arguments(effort, read.chat_template_kwargs),
         grammar_field=read.grammar_field,
@@ -393,7 +419,7 @@ def parse(body: Mapping[str, Any]) -> ResponsesCall:
             "reasoning": {"effort": effort, "summary": None},
             "temperature": params.temperature,
             "text": {"format": shown_format},
-            "tool_choice": named.model_dump() if named is not None else read.tool_choice or "auto",
+            "tool_choice": tool_choice if allowed_tools is None else read.tool_choice.model_dump(),  # type: ignore[union-attr]
             "tools": [{name: getattr(tool, name) for name in repeated_tools} for tool in read.tools or ()],
             "top_logprobs": read.top_logprobs or 0,
             "top_p": params.top_p,

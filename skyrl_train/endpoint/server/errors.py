@@ -47,7 +47,7 @@ def as_dialect_error(error: Exception) -> DialectError:
         case SessionError():
             return DialectError(str(error), code="session_error")
         case GrammarError():
-            return DialectError(str(error), code="invalid_grammar")
+            return DialectError(str(error), error.field, "invalid_grammar")
         case RequestError():
             return DialectError(str(error), code="context_length_exceeded")
         # Raised by the renderer and the engines for parameters and messages that they reject.

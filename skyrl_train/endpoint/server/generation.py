@@ -155,7 +155,7 @@ class CompletionGeneration:
         gateway.check_params(call.params, "logprobs", call.grammar_field)
         fill = isinstance(call, generate.GenerateCall) and call.fill_context
         run = partial(CompletionRun, gateway.client, gateway.service.generation, call.prompts, call.params, adapter)
-        self._start = partial(run, session, fill_context=fill)
+        self._start = partial(run, session, fill_context=fill, grammar_field=call.grammar_field)
         self._context = context
         self.formatter = call.stream(context)
 

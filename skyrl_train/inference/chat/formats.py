@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import ConfigError, GrammarError
 from skyrl_train.inference.chat.pieces import Mark, Piece
+from skyrl_train.inference.grammar import schema_text
 
 if TYPE_CHECKING:
     from renderers.base import ParsedToolCall
@@ -88,15 +89,15 @@ class ToolFormat:
     def grammar(self, tools: Tools, token_ids: Mapping[str, int]) -> str:
         """Return a grammar in llguidance's variant of Lark that allows one block with one call of one of ``tools``.
 
-        Arguments follow the tool's schema. Keywords that the library cannot follow are an error with ``strict``, else they are
-        skipped.
+        Arguments follow the tool's schema, and others are written only if it has ``additionalProperties`` or the like. Keywords
+        that the library cannot follow are an error with ``strict``, else they are skipped.
 
         Args:
             token_ids: tokens by their text, for marks that have one.
 
         Raises:
-            GrammarError: the parameters of a tool are no schema. Or it is strict, and an argument that is written as text has a
-                keyword for texts.
+            GrammarError: the parameters of a tool are no schema of an object. Or it is strict, and an argument that is written as
+                text has a keyword for texts.
         """
         rules = [f"start: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
         if self.argument:
@@ -107,15 +108,15 @@ class ToolFormat:
             name = json.dumps(function["name"], ensure_ascii=False)[1:-1]
             call = self._items(self.call, token_ids, {"{name}": name}, {"{arguments}": arguments})
             rules.append(f"call_{number}: {call}")
-            schema, strict = {"type": "object", **(function.get("parameters") or {})}, bool(function.get("strict"))
+            schema, strict = _arguments_schema(function), bool(function.get("strict"))
             if not self.argument:
                 rules.append(_json_rule(arguments, schema, strict))
                 continue
             try:
                 rules += self._argument_rules(arguments, schema, strict, token_ids)
             except (TypeError, AttributeError) as error:
-                raise GrammarError(
-                    f"The grammar cannot be compiled: the parameters of the tool {name} are no JSON schema: {error}"
+                raise GrammarError.of_field(
+                    "tools", f"the parameters of {function['name']!r} are no JSON schema: {error}"
                 ) from error
         return "\n".join(rules)
 
@@ -188,9 +189,10 @@ class ToolFormat:
                 else:
                     texts += [value for value in values if isinstance(value, str) and (is_text or not _is_json(value))]
             if strict and limits and is_text:
-                raise GrammarError(
-                    f"The grammar cannot be compiled: the argument {key!r} is written as text, for which {min(limits)} cannot be "
-                    "followed. Leave the keyword or strict out."
+                raise GrammarError.of_field(
+                    "tools",
+                    f"the model writes the argument {key!r} as text, for which {min(limits)} cannot be followed. Leave the "
+                    "keyword or strict out.",
                 )
             written = [f"{json.dumps(text, ensure_ascii=False)} {closing}" for text in texts]
             if not is_text:  # the parser reads JSON where it finds some
@@ -228,8 +230,43 @@ class ToolFormat:
 _TEXT_KEYWORDS = frozenset(("pattern", "format", "minLength", "maxLength"))
 
 
+# With one of these, a schema may have arguments that its properties do not name.
+_FURTHER_ARGUMENTS = frozenset(
+    (
+        "additionalProperties",
+        "patternProperties",
+        "unevaluatedProperties",
+        "minProperties",
+        "$ref",
+        "anyOf",
+        "oneOf",
+        "allOf",
+    )
+)
+
+
+def _arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments.
+
+    Raises:
+        GrammarError: it is the schema of something else than an object.
+    """
+    schema = function.get("parameters") or {}
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise GrammarError.of_field(
+            "tools", f"the parameters of {function['name']!r} must be of type object, got {kind!r:.100}."
+        )
+    schema = {**schema, "type": "object"}
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if isinstance(properties, dict) and isinstance(required, list) and not schema.keys() & _FURTHER_ARGUMENTS:
+        # A function cannot take arguments that it does not have, and few schemas say so.
+        schema["additionalProperties"] = not all(isinstance(key, str) and key in properties for key in required)
+    return schema
+
+
 def _json_rule(rule: str, schema: Mapping[str, Any], strict: bool) -> str:
-    return f"{rule}: %json {json.dumps({**schema, 'x-guidance': {'lenient': not strict}})}"
+    return f"{rule}: %json {schema_text(schema, strict=strict)}"
 
 
 def _pattern(pattern: str, texts: Sequence[str]) -> str:

@@ -81,7 +81,7 @@ class ChatRequest:
         max_tokens: of one response; None: the rest of the context.
         tools: OpenAI tool specifications (``{"type": "function", "function": {...}}``).
         tool_choice: "none" hides the tools from the model; "required" forces one call.
-        forced_tool: the tool that "required" forces; None: any of ``tools``.
+        allowed_tools: the names of the tools that may be called; None: all. "auto" hides the others.
         single_call: the response ends behind its first tool call. "required" is one call in any case.
         adapter: a LoRA adapter by name; None: the policy.
         template_kwargs: further arguments of the chat template (``enable_thinking``).
@@ -96,7 +96,7 @@ class ChatRequest:
     max_tokens: int | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: Literal["auto", "none", "required"] = "auto"
-    forced_tool: str | None = None
+    allowed_tools: tuple[str, ...] | None = None
     single_call: bool = False
     adapter: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -104,6 +104,14 @@ class ChatRequest:
     grammar_field: str = ""
     logprobs: bool = False
     session_id: str | None = None
+
+    @property
+    def callable_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the model may call."""
+        if self.tool_choice == "none":
+            return ()
+        allowed = self.allowed_tools
+        return tuple(tool for tool in self.tools if allowed is None or tool["function"]["name"] in allowed)
 
     @property
     def prefill(self) -> str:

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from skyrl_train.errors import ConfigError, RequestError
+from skyrl_train.errors import RequestError
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.requests import (
     AssistantMessage,
@@ -28,6 +28,7 @@ from skyrl_train.inference.chat.requests import (
 )
 from skyrl_train.inference.grammar import check_grammar
 from skyrl_train.inference.interface import SamplingParams, StopReason
+from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.requests import Generation, GenerationRequest, GenerationService
 from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, LONG_TEXT, characters
 from skyrl_train.runtime.concurrency import gather_or_cancel, merged
@@ -148,8 +149,22 @@ class ChatService:
         return self.renderer.render(messages, tools, arguments, continue_final)
 
     async def _plan_prompt(self, request: ChatRequest, session: RecordingSession | None) -> tuple[Any, Messages]:
-        """Return the plan of the prompt, and the tools that it shows."""
-        tools = () if request.tool_choice == "none" else request.tools
+        """Return the plan of the prompt, and the tools that it shows.
+
+        Raises:
+            DialectError: ``tool_choice`` asks for a tool that the request does not have.
+        """
+        names = [tool["function"]["name"] for tool in request.tools]
+        missing = next((name for name in request.allowed_tools or () if name not in names), None)
+        problem = None
+        if missing is not None:
+            problem = f"tool_choice: the tool {missing!r:.100} is not among the tools."
+        elif request.tool_choice == "required" and not names:
+            problem = "tool_choice: a call is asked for, but there are no tools."
+        if problem is not None:
+            raise DialectError(problem, "tool_choice", "invalid_value")
+        # Where only calls are sampled, the grammar leaves out the other tools, and the prompt stays the same.
+        tools = request.tools if request.tool_choice == "required" else request.callable_tools
         # Short conversations stay on the loop, because a thread costs more than the work.
         if self._count_characters(request.messages, tools) > LONG_TEXT:
             messages = await asyncio.to_thread(self._normalized, request.messages, with_answers=session is not None)
@@ -242,28 +257,29 @@ class ChatService:
         """Return the sampling parameters with the grammar of the whole response.
 
         Raises:
-            ConfigError: the call that the request asks for cannot be forced.
+            ConfigError: the format of the model's calls has no grammar.
+            DialectError: the engines cannot force a call.
             GrammarError: the grammar cannot be compiled.
         """
-        params, structured = request.params, request.params.structured
+        params, structured, tools = request.params, request.params.structured, request.callable_tools
         ours = self.generation.capabilities.grammar_continuation
         if request.tool_choice == "required":
             if not ours:
-                raise ConfigError(
-                    "tool_choice: these engines cannot force a call. Ask for the call in a message, or use engines with grammars."
+                raise DialectError(
+                    "tool_choice: these engines cannot force a call. Ask for the call in a message, or use engines with "
+                    "grammars.",
+                    "tool_choice",
+                    "unsupported_value",
                 )
-            names = [tool["function"]["name"] for tool in request.tools]
-            if not names or request.forced_tool not in (None, *names):
-                missing = "a tool" if request.forced_tool is None else f"the tool {request.forced_tool!r:.100}"
-                raise ConfigError(f"tool_choice asks for {missing}, which is not among the tools.")
-            chosen = [tool for tool in request.tools if request.forced_tool in (None, tool["function"]["name"])]
-            structured = self.renderer.forced_call(chosen)
+            structured = self.renderer.forced_call(tools)
         if structured is None or not ours:
             return params
-        if request.tools and request.tool_choice == "auto":
-            structured = self.renderer.answer_or_call(structured, request.tools)
+        if tools and request.tool_choice == "auto":
+            structured = self.renderer.answer_or_call(structured, tools)
         structured = self.renderer.guided(structured, prompt_token_ids, request.prefill)
-        await check_grammar(structured)
+        # Rules of a call are numbered as the tools in it.
+        places = {f"arguments_{n}": f"tools[{request.tools.index(tool)}]" for n, tool in enumerate(tools)}
+        await check_grammar(structured, request.grammar_field or "tools", places)
         return dataclasses.replace(params, structured=structured)
 
     async def _choice(self, turn: _PlannedTurn, index: int) -> ChatChoice:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
+from skyrl_train.inference.grammar import schema_text
 from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, StructuredOutput
 from skyrl_train.inference.openai.errors import DialectError
 
@@ -159,8 +160,10 @@ _KINDS = {dict: "an object", list: "an array", str: "a string", bool: "a boolean
 
 
 def _dialect_error(errors: list[ErrorDetails]) -> DialectError:
-    # A misspelt field explains most other errors, so it is reported first.
-    error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    # An unknown type explains the unknown fields beside it, and a misspelt field most other errors.
+    unknown_type = (each for each in errors if each["loc"][-1] == "type" and each["type"] != "missing")
+    misspelt = (each for each in errors if each["type"] == "extra_forbidden")
+    error = next(unknown_type, None) or next(misspelt, errors[0])
     param = ""
     last = len(error["loc"]) - 1
     for place, part in enumerate(error["loc"]):
@@ -235,10 +238,21 @@ LogitBias = Annotated[
 ]
 
 
+def _from_text(schema: Any) -> Any:
+    if isinstance(schema, str):
+        try:
+            return json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise PydanticCustomError("invalid_value", "is not JSON: {reason}.", {"reason": f"{error}"}) from error
+    return schema
+
+
 class StructuredOutputsBody(RequestBody):
     """vLLM's ``structured_outputs``: exactly one grammar."""
 
-    json_schema: JsonObject | None = Field(None, alias="json", description="a JSON schema")
+    json_schema: Annotated[JsonObject, BeforeValidator(_from_text)] | None = Field(
+        None, alias="json", description="a JSON schema, or its text"
+    )
     json_object: bool | None = None
     regex: NonEmpty | None = None
     choice: Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
@@ -331,7 +345,7 @@ class SamplingFields(RequestBody):
             return formatted
         grammars = []
         if asked.json_schema is not None:
-            grammars.append(StructuredOutput("json_schema", json.dumps(asked.json_schema)))
+            grammars.append(StructuredOutput("json_schema", schema_text(asked.json_schema, strict=True)))
         if asked.json_object:
             grammars.append(StructuredOutput("json_object"))
         if asked.regex is not None:
@@ -409,13 +423,16 @@ def stream_usage(stream: bool | None, options: StreamOptions | None) -> bool:
     return bool(options.include_usage)
 
 
+STRICT_SCHEMA_NOTE = "true: a keyword that cannot be followed is an error; else it is skipped"
+
+
 class NamedSchema(RequestBody):
     """A JSON schema that the response shall follow."""
 
     name: NonEmpty
     json_schema: JsonObject = Field(alias="schema")
     description: Any = ignored("the model sees the messages only")
-    strict: Any = ignored("the schema is always kept")
+    strict: bool | None = Field(None, description=STRICT_SCHEMA_NOTE)
 
 
 class ResponseFormat(RequestBody):
@@ -455,7 +472,8 @@ class OpenAIBody(GenerationBody):
             if asked.json_schema is None:
                 param = "response_format.json_schema"
                 raise DialectError(f"{param} is required with type json_schema.", param, "missing_required_parameter")
-            formatted = StructuredOutput("json_schema", json.dumps(asked.json_schema.json_schema))
+            named = asked.json_schema
+            formatted = StructuredOutput("json_schema", schema_text(named.json_schema, strict=bool(named.strict)))
         return self.structured(formatted)
 
     @property

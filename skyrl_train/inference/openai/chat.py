@@ -30,10 +30,10 @@ from skyrl_train.inference.openai.messages import (
     FORCED_NOTE,
     PARALLEL_NOTE,
     Messages,
-    NamedTool,
     ToolChoice,
     Tools,
     check_prefill,
+    chosen_tools,
     plain_messages,
     plain_tools,
 )
@@ -121,13 +121,14 @@ def parse(body: Mapping[str, Any]) -> ChatCompletionCall:
         top_logprobs=read.top_logprobs or 0,
         structured=read.grammar,
     )
+    tool_choice, allowed_tools = chosen_tools(read.tool_choice)
     request = ChatRequest(
         messages=messages,
         params=params,
         max_tokens=max_tokens,
         tools=plain_tools(read.tools),
-        tool_choice="required" if isinstance(read.tool_choice, NamedTool) else read.tool_choice or "auto",
-        forced_tool=read.tool_choice.function.name if isinstance(read.tool_choice, NamedTool) else None,
+        tool_choice=tool_choice,
+        allowed_tools=allowed_tools,
         single_call=read.parallel_tool_calls is False,
         template_kwargs=template_arguments(read.reasoning_effort, read.chat_template_kwargs),
         continue_final=continue_final,

@@ -251,6 +251,7 @@ class CompletionRun:
         generation: samples the responses.
         session_id: keeps requests on one engine where there is no session.
         fill_context: a response may take what its prompt leaves of the context, instead of ``params.max_tokens``.
+        grammar_field: the field of the body that asks for the grammar in ``params``, for errors.
     """
 
     def __init__(
@@ -264,12 +265,14 @@ class CompletionRun:
         session_id: str | None = None,
         *,
         fill_context: bool = False,
+        grammar_field: str = "",
     ) -> None:
         self._client = client
         self._generation = generation
         self._prompts = prompts
         self._params = params
         self._fill_context = fill_context
+        self._grammar_field = grammar_field
         self._adapter = adapter
         self._session = session
         self._session_id = session_id if session is None else session.id
@@ -310,7 +313,7 @@ class CompletionRun:
         context = self._client.capabilities.max_model_len
         requests = []
         if self._params.structured is not None and self._client.capabilities.grammar_continuation:
-            await check_grammar(self._params.structured)
+            await check_grammar(self._params.structured, self._grammar_field)
         least = 1 if self._fill_context else self._params.max_tokens  # of each response
         for prompt in self._prompts:
             check_characters(prompt if isinstance(prompt, str) else "", context, "prompt")

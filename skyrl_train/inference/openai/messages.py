@@ -18,11 +18,14 @@ from skyrl_train.inference.openai.body import (
     RequestBody,
     Unsupported,
     ignored,
+    only,
     variants,
 )
 from skyrl_train.inference.openai.errors import DialectError
 
 _TEXT_ONLY = "this endpoint takes text only"
+_CACHED = "prefixes are always cached"
+FUNCTIONS_ONLY = "only functions that the caller runs are served"
 
 
 class TextPart(RequestBody):
@@ -30,6 +33,8 @@ class TextPart(RequestBody):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Any = ignored(_CACHED)
+    cache_control: Any = ignored(_CACHED)
 
 
 class RefusalPart(RequestBody):
@@ -169,7 +174,7 @@ class ToolFunction(RequestBody):
 class ChatTool(RequestBody):
     """A tool; functions are the only type."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], only("function", FUNCTIONS_ONLY)]
     function: ToolFunction
 
 
@@ -200,9 +205,46 @@ class NamedTool(RequestBody):
     function: NamedFunction
 
 
-TEXT_OR_NAMED = Discriminator(lambda choice: "=text" if isinstance(choice, str) else "=named")
+class AllowedTools(RequestBody):
+    """The tools that the model may call, or has to call one of."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedToolsChoice(RequestBody):
+    """A choice of tools by their names."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+TEXT_OR_OBJECT = Discriminator(lambda choice: "=text" if isinstance(choice, str) else "=object")
+KINDS_OF_CHOICE = variants("type", f"function or allowed_tools: {FUNCTIONS_ONLY}")
 ToolChoice = Annotated[
-    Annotated[Literal["auto", "none", "required"], Tag("=text")] | Annotated[NamedTool, Tag("=named")], TEXT_OR_NAMED
+    Annotated[Literal["auto", "none", "required"], Tag("=text")]
+    | Annotated[
+        Annotated[NamedTool, Tag("=function")] | Annotated[AllowedToolsChoice, Tag("=allowed_tools")],
+        KINDS_OF_CHOICE,
+        Tag("=object"),
+    ],
+    TEXT_OR_OBJECT,
 ]
-FORCED_NOTE = "auto, none, required (one call) or a named function; forced calls where the engines can be guided"
+Chosen = tuple[
+    Literal["auto", "none", "required"], tuple[str, ...] | None
+]  # tool_choice and allowed_tools of a ChatRequest
+
+
+def chosen_tools(choice: ToolChoice | None) -> Chosen:
+    """Return which tools the model may or has to call."""
+    if isinstance(choice, NamedTool):
+        return "required", (choice.function.name,)
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode, tuple(tool.function.name for tool in choice.allowed_tools.tools)
+    return choice or "auto", None
+
+
+FORCED_NOTE = (
+    "auto, none, required (one call), a named function or allowed_tools; forced calls where the engines can be guided"
+)
 PARALLEL_NOTE = "false: the response ends behind its first call"
