@@ -241,10 +241,10 @@ def test_a_file_with_interpolations_and_overrides_behind_it(tmp_path: Path) -> N
 
 
 def test_a_setting_that_a_table_lacks_is_named_and_left_out() -> None:
-    migration = migrate("trl", ["learning_rate=1e-6", "loging_steps=1", "num_generation=4"])
+    migration = migrate("trl", ["learning_rate=1e-6", "unheard_of=1", "num_generation=4"])
     assert [name for name, _, _, _ in migration.mapped] == ["learning_rate"]
     assert dict(migration.without) == {
-        "loging_steps": "it is not in our table of TRL's settings.",
+        "unheard_of": "it is not in our table of TRL's settings.",
         "num_generation": "it is not in our table of TRL's settings. Did you mean num_generations?",
     }
 
@@ -326,6 +326,9 @@ def test_the_tables_name_settings_that_exist(library: str) -> None:
         assert sum(row.default is not UNSET for row in rows if row.name == name) <= 1
 
 
+CORRECTION = "trainer.algorithm.off_policy_correction"
+
+
 @pytest.mark.parametrize(
     ("library", "overrides", "expected"),
     [
@@ -347,6 +350,52 @@ def test_the_tables_name_settings_that_exist(library: str) -> None:
              f"{ENGINE}.backend": "vllm", "generator.sampling_params.top_k": -1, "trainer.max_steps": None},
         ),
         (
+            "trl",
+            ["loss_type=cispo", "epsilon_high=5.0", "importance_sampling_level=token", "adam_beta2=0.95", "use_peft=true",
+             "lora_r=8", "use_vllm=true", "vllm_mode=server", "vllm_server_base_url=http://a:1", "eval_steps=7",
+             "eval_strategy=no", "save_strategy=no", "dtype=float32", "bf16=true", "max_staleness=3", "use_cpu=true",
+             "max_tool_calling_iterations=2", "dataset_name=openai/gsm8k", "dataset_config=main", "shuffle_dataset=false"],
+            {"trainer.algorithm.policy_loss_type": "cispo", "trainer.algorithm.cispo.cispo_eps_clip_high": 4.0,
+             "trainer.algorithm.eps_clip_high": None, "trainer.algorithm.loss_reduction": "token_mean",
+             "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95], "trainer.policy.model.lora.rank": 8,
+             f"{ENGINE}.backend": "vllm_remote", f"{ENGINE}.remote_urls": ["http://a:1"], "trainer.eval.interval": 0,
+             "trainer.ckpt_interval": 0, "trainer.policy.dtype": "bfloat16", "trainer.mode": "fully_async",
+             "trainer.fully_async.max_staleness_steps": 3, "trainer.fully_async.staleness_policy": "drop",
+             "trainer.device": "cpu", "generator.max_turns": 3, "data.train_data": ["openai/gsm8k:main:train"],
+             "data.sampler": "sequential"},
+        ),
+        (
+            "trl",
+            ["delta=3.5", "importance_sampling_level=token", "epsilon=0.1", "epsilon_high=null", "save_strategy=steps",
+             "save_steps=9", "loss_type=bnpo", "optim=adamw_torch", "multi_objective_aggregation=sum_then_normalize",
+             "resume_from_checkpoint=true", "num_generations_eval=null", "vllm_importance_sampling_cap=2.5"],
+            {"trainer.algorithm.policy_loss_type": "dual_clip", "trainer.algorithm.clip_ratio_c": 3.5,
+             "trainer.algorithm.eps_clip_low": 0.1, "trainer.algorithm.eps_clip_high": 0.1, "trainer.ckpt_interval": 9,
+             "trainer.algorithm.loss_reduction": "token_mean", "trainer.eval.n_samples_per_prompt": 1,
+             f"{CORRECTION}.tis_ratio_type": "sequence", f"{CORRECTION}.sequence_tis_ratio_clip_high": 2.5,
+             f"{CORRECTION}.rejections": [RejectionConfig("ratio", RejectionLevel.sequence_sum, None, 2.5)]},
+        ),
+        (
+            "trl",
+            ["loss_type=sapo", "sapo_temperature_neg=1.5", "vllm_importance_sampling_mode=token_mask",
+             "vllm_importance_sampling_clip_max=4.0", "vllm_importance_sampling_clip_min=0.25"],
+            {"trainer.algorithm.policy_loss_type": "sapo", "trainer.algorithm.loss_reduction": "sequence_mean",
+             "trainer.algorithm.sapo.tau_neg": 1.5, f"{CORRECTION}.tis_ratio_type": "icepop",
+             f"{CORRECTION}.icepop_ratio_low": 0.25, f"{CORRECTION}.icepop_ratio_high": 4.0, f"{CORRECTION}.rejections": [],
+             f"{CORRECTION}.token_tis_ratio_clip_high": 2.0},
+        ),
+        (
+            "trl",
+            ["vllm_importance_sampling_mode=token_truncate", "vllm_importance_sampling_clip_max=4.0"],
+            {f"{CORRECTION}.tis_ratio_type": "token", f"{CORRECTION}.token_tis_ratio_clip_high": 4.0,
+             f"{CORRECTION}.allow_uncorrected": False, f"{CORRECTION}.rejections": []},
+        ),
+        (
+            "trl",
+            ["vllm_importance_sampling_mode=sequence_mask", "vllm_importance_sampling_correction=false"],
+            {f"{CORRECTION}.tis_ratio_type": None, f"{CORRECTION}.allow_uncorrected": True, f"{CORRECTION}.rejections": []},
+        ),
+        (
             "prime-rl",
             ["orchestrator.batch_size=128", "orchestrator.group_size=16", "orchestrator.max_off_policy_steps=3"],
             {"trainer.policy_mini_batch_size": 8, "trainer.mode": "fully_async",
@@ -359,6 +408,25 @@ def test_other_libraries(library: str, overrides: list[str], expected: dict[str,
     migration = migrate(library, overrides)
     assert {key: setting(migration.config, key) for key in expected} == expected
     assert migration.defaults == [], "only SkyRL's table has defaults"
+
+
+@pytest.mark.parametrize(
+    ("library", "given", "reason"),
+    [
+        ("trl", "loss_type=vespo", "there is no loss vespo here"),
+        ("trl", "optim=adafactor", "the optimizer is AdamW"),
+        ("trl", "eval_strategy=epoch", "trainer.eval.interval counts steps"),
+        ("trl", "save_strategy=best", "trainer.eval.best_metric keeps the best"),
+        ("trl", "dtype=float16", "float32 or bfloat16"),
+        ("trl", "resume_from_checkpoint=out/checkpoint-5", "name the run in trainer.run_dir"),
+        ("trl", "multi_objective_aggregation=normalize_then_sum", "summed before advantages"),
+        ("trl", "logging_steps=1", "each step is logged"),
+        ("trl", "model_init_kwargs.attn_implementation=sdpa", "as it is in its folder"),
+    ],
+)
+def test_what_another_library_has_alone_is_named_with_the_reason(library: str, given: str, reason: str) -> None:
+    [(name, said)] = migrate(library, [given]).without
+    assert name == given.partition("=")[0] and reason in said and "not in our table" not in said
 
 
 SMALL = [  # of SkyRL's names and of ours: trains on a CPU within seconds

@@ -56,6 +56,14 @@ def test_a_whole_file_of_skyrl_is_read(skyrl: SimpleNamespace, tmp_path: Path) -
     assert (given.trainer.run_name, given.trainer.trackers) == ("test_run", ["wandb"])
 
 
+def test_every_setting_of_trls_grpo_has_a_row(trl: SimpleNamespace) -> None:
+    table, names = LIBRARIES["trl"], [field.name for field in fields(trl.GRPOConfig)]
+    assert len(names) > 150
+    assert [
+        name for name in names if not table.rows(table.renamed.get(name, name)) and not table.rows(f"{name}.x")
+    ] == []
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_rollout_is_has_the_gradient_of_importance_sampling_with_icepop(skyrl: SimpleNamespace, seed: int) -> None:
     batch = random_batch(seed).first_pass()

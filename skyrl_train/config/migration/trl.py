@@ -1,17 +1,139 @@
-"""TRL's settings that most scripts have."""
+"""TRL's settings: of GRPOConfig with those that it inherits, of AsyncGRPOConfig, and of TRL's scripts."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from skyrl_train.config.migration.table import (
     UNSET,
     Library,
     Setting,
+    Theirs,
     Without,
     as_list,
     mapped_values,
     other_names,
     without,
 )
+
+_CORRECTION = "trainer.algorithm.off_policy_correction"
+_ENGINE = "generator.inference_engine"
+_IS_MODE, _IS_MAX, _IS_MIN = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
+_NEVER = ("no", False)  # yaml reads no as false
+_REDUCTIONS = {
+    "grpo": "sequence_mean",
+    "sapo": "sequence_mean",
+    "dapo": "token_mean",
+    "cispo": "token_mean",
+    "bnpo": "token_mean",
+    "dr_grpo": "seq_mean_token_sum_norm",
+}
+
+
+def _given(value: Any, theirs: Theirs) -> Any:
+    return UNSET if value is None else value
+
+
+def _dtype(value: Any, theirs: Theirs) -> Any:
+    if theirs.get("bf16"):  # float32 weights that compute in bfloat16, as bfloat16 weights with a float32 copy do here
+        return "bfloat16"
+    return value if value in ("float32", "bfloat16") else Without("trainer.policy.dtype is float32 or bfloat16")
+
+
+def _loss(value: Any, theirs: Theirs) -> str:
+    """Three of their settings choose the loss."""
+    if theirs.get("loss_type") in ("cispo", "sapo"):
+        return str(theirs["loss_type"])
+    if theirs.get("importance_sampling_level") == "sequence":
+        return "gspo"
+    return "ppo_clip" if theirs.get("delta") is None else "dual_clip"
+
+
+def _reduction(value: Any, theirs: Theirs) -> Any:
+    return _REDUCTIONS.get(value, Without(f"there is no loss {value} here; algorithms.md says which there are"))
+
+
+def _clip_high(value: Any, theirs: Theirs) -> Any:
+    if theirs.get("loss_type") == "cispo":
+        return UNSET
+    return _given(theirs.get("epsilon_high") or value, theirs)
+
+
+def _cispo_high(value: Any, theirs: Theirs) -> Any:
+    # There it bounds the ratio, here the distance of the ratio from 1.
+    return value - 1 if value is not None and theirs.get("loss_type") == "cispo" else UNSET
+
+
+def _backend(value: Any, theirs: Theirs) -> str:
+    if theirs.get("use_vllm") is False:
+        return "embedded"
+    mode = theirs.get("vllm_mode", "server" if theirs.get("vllm_server_base_url") else "colocate")
+    return "vllm_remote" if mode == "server" else "vllm"
+
+
+def _weights(value: Any, theirs: Theirs) -> Any:
+    mode = theirs.get(_IS_MODE, "sequence_mask")
+    if theirs.get("vllm_importance_sampling_correction") is False:
+        return None
+    level, _, rule = mode.partition("_")
+    if rule == "truncate" and theirs.get(_IS_MIN) is not None:
+        return Without("a truncation has an upper bound alone")
+    return "icepop" if mode == "token_mask" else level
+
+
+def _uncorrected(value: Any, theirs: Theirs) -> Any:
+    return UNSET if value else True
+
+
+def _is_bound(*modes: str) -> Callable[[Any, Theirs], Any]:
+    """Return a conversion of a bound that counts in ``modes``."""
+    return lambda value, theirs: (
+        value if value is not None and theirs.get(_IS_MODE, "sequence_mask") in modes else UNSET
+    )
+
+
+def _rejections(value: Any, theirs: Theirs) -> Any:
+    """Sequences whose ratio is out of bounds. Those that stay have weights below the upper bound, so nothing is truncated."""
+    corrected = theirs.get("vllm_importance_sampling_correction", True)
+    if not corrected or theirs.get(_IS_MODE, "sequence_mask") != "sequence_mask":
+        return UNSET
+    bounds = {"low": theirs.get(_IS_MIN), "high": theirs.get(_IS_MAX, 3.0)}
+    return [{"statistic": "ratio", "level": "sequence_sum", **bounds}]
+
+
+_CORRECTIONS = [
+    Setting(
+        "vllm_importance_sampling_correction",
+        f"{_CORRECTION}.tis_ratio_type",
+        "token_truncate: token; token_mask: icepop; sequence_truncate and sequence_mask: sequence; false: null",
+        UNSET,
+        _weights,
+    ),
+    Setting(
+        "vllm_importance_sampling_correction", f"{_CORRECTION}.allow_uncorrected", "false: true", UNSET, _uncorrected
+    ),
+    *[
+        row
+        for name in (_IS_MODE, _IS_MAX, _IS_MIN)
+        for row in (
+            Setting(name, f"{_CORRECTION}.tis_ratio_type", "", UNSET, _weights),
+            Setting(
+                name, f"{_CORRECTION}.rejections", "sequence_mask: a rule with statistic=ratio", UNSET, _rejections
+            ),
+        )
+    ],
+    Setting(_IS_MAX, f"{_CORRECTION}.token_tis_ratio_clip_high", "token_truncate", UNSET, _is_bound("token_truncate")),
+    Setting(
+        _IS_MAX,
+        f"{_CORRECTION}.sequence_tis_ratio_clip_high",
+        "of sequences",
+        UNSET,
+        _is_bound("sequence_truncate", "sequence_mask"),
+    ),
+    Setting(_IS_MAX, f"{_CORRECTION}.icepop_ratio_high", "token_mask", UNSET, _is_bound("token_mask")),
+    Setting(_IS_MIN, f"{_CORRECTION}.icepop_ratio_low", "token_mask", UNSET, _is_bound("token_mask")),
+]
 
 _SETTINGS: list[Setting] = [
     Setting("model", "trainer.policy.model.path", "an argument of the trainer"),
@@ -38,8 +160,24 @@ _SETTINGS: list[Setting] = [
             "run_name": "trainer.run_name",
             "save_steps": "trainer.ckpt_interval",
             "save_total_limit": "trainer.max_ckpts_to_keep",
-            "eval_steps": "trainer.eval.interval",
+            "eval_on_start": "trainer.eval.before_train",
             "metric_for_best_model": "trainer.eval.best_metric",
+            "adam_epsilon": "trainer.policy.optimizer_config.adam_eps",
+            "torch_compile": "trainer.policy.compile",
+            "cast_lm_head_to_fp32": "trainer.policy.fp32_head",
+            "sapo_temperature_pos": "trainer.algorithm.sapo.tau_pos",
+            "sapo_temperature_neg": "trainer.algorithm.sapo.tau_neg",
+            "model_name_or_path": "trainer.policy.model.path",
+            "lora_alpha": "trainer.policy.model.lora.alpha",
+            "lora_dropout": "trainer.policy.model.lora.dropout",
+            "dataset_streaming": "data.streaming",
+            "max_prompt_length": "generator.max_input_length",
+            "generation_kwargs.stop": "generator.sampling_params.stop",
+            "generation_kwargs.stop_token_ids": "generator.sampling_params.stop_token_ids",
+            "generation_kwargs.min_tokens": "generator.sampling_params.min_tokens",
+            "generation_kwargs.ignore_eos": "generator.sampling_params.ignore_eos",
+            "vllm_model_impl": f"{_ENGINE}.engine_args.model_impl",
+            "weight_sync_steps": "trainer.fully_async.weight_sync_interval",
             "chat_template_kwargs.*": "generator.chat_template_kwargs.*",
             "vllm_gpu_memory_utilization": "generator.inference_engine.engine_args.gpu_memory_utilization",
             "vllm_tensor_parallel_size": "generator.inference_engine.tensor_parallel_size",
@@ -50,32 +188,32 @@ _SETTINGS: list[Setting] = [
     Setting("top_k", "generator.sampling_params.top_k", "0: -1", UNSET, lambda value, theirs: value or -1),
     Setting("min_p", "generator.sampling_params.min_p", "None: 0", UNSET, lambda value, theirs: value or 0.0),
     Setting("epsilon", "trainer.algorithm.eps_clip_low"),
+    Setting("epsilon", "trainer.algorithm.eps_clip_high", "without epsilon_high", UNSET, _clip_high),
+    Setting("epsilon_high", "trainer.algorithm.eps_clip_high", "but for cispo", UNSET, _clip_high),
     Setting(
-        "epsilon",
-        "trainer.algorithm.eps_clip_high",
-        "without epsilon_high",
+        "epsilon_high",
+        "trainer.algorithm.cispo.cispo_eps_clip_high",
+        "cispo: there the largest ratio, here minus 1",
         UNSET,
-        lambda value, theirs: theirs.get("epsilon_high") or value,
+        _cispo_high,
     ),
-    Setting("epsilon_high", "trainer.algorithm.eps_clip_high"),
+    Setting("loss_type", "trainer.algorithm.policy_loss_type", "cispo, sapo", UNSET, _loss),
     Setting(
         "loss_type",
         "trainer.algorithm.loss_reduction",
-        "dapo: token_mean; grpo: sequence_mean; dr_grpo: seq_mean_token_sum_norm",
+        "dapo, bnpo, cispo: token_mean; grpo, sapo: sequence_mean; dr_grpo: seq_mean_token_sum_norm",
         UNSET,
-        lambda value, theirs: {
-            "dapo": "token_mean",
-            "grpo": "sequence_mean",
-            "dr_grpo": "seq_mean_token_sum_norm",
-        }.get(value, Without(f"{value}: set trainer.algorithm.policy_loss_type and loss_reduction")),
+        _reduction,
     ),
     Setting(
         "importance_sampling_level",
         "trainer.algorithm.policy_loss_type",
         "token: ppo_clip; sequence: gspo",
         UNSET,
-        mapped_values({"token": "ppo_clip", "sequence": "gspo"}),
+        _loss,
     ),
+    Setting("delta", "trainer.algorithm.policy_loss_type", "dual_clip", UNSET, _loss),
+    Setting("delta", "trainer.algorithm.clip_ratio_c", "", UNSET, _given),
     Setting(
         "scale_rewards",
         "trainer.algorithm.grpo_norm_by_std",
@@ -85,12 +223,144 @@ _SETTINGS: list[Setting] = [
             value, Without("trainer.algorithm.advantage_batch_normalize divides by the deviation of a minibatch")
         ),
     ),
+    Setting("use_vllm", f"{_ENGINE}.backend", "true: vllm; false: embedded", UNSET, _backend),
+    Setting("vllm_mode", f"{_ENGINE}.backend", "colocate: vllm; server: vllm_remote", UNSET, _backend),
+    Setting("vllm_server_base_url", f"{_ENGINE}.backend", "vllm_remote", UNSET, _backend),
+    Setting("vllm_server_base_url", f"{_ENGINE}.remote_urls", "a list", UNSET, as_list),
     Setting(
-        "use_vllm",
-        "generator.inference_engine.backend",
-        "true: vllm; false: embedded",
+        "vllm_enable_sleep_mode",
+        "trainer.placement.colocate_all",
+        "in the modes that take turns",
         UNSET,
-        mapped_values({True: "vllm", False: "embedded"}),
+        lambda value, theirs: True if value else UNSET,
+    ),
+    *_CORRECTIONS,
+    Setting("max_staleness", "trainer.fully_async.max_staleness_steps"),
+    Setting("max_staleness", "trainer.fully_async.staleness_policy", "drop", UNSET, lambda value, theirs: "drop"),
+    Setting("max_staleness", "trainer.mode", "fully_async", UNSET, lambda value, theirs: "fully_async"),
+    Setting("token_budget", "trainer.micro_batch_tokens", "", UNSET, _given),
+    *[
+        Setting(
+            f"adam_beta{number}",
+            "trainer.policy.optimizer_config.adam_betas",
+            "a list of both",
+            UNSET,
+            lambda value, theirs: [theirs.get("adam_beta1", 0.9), theirs.get("adam_beta2", 0.999)],
+        )
+        for number in (1, 2)
+    ],
+    Setting(
+        "optim",
+        "trainer.policy.optimizer_config",
+        "AdamW alone",
+        UNSET,
+        lambda value, theirs: UNSET if str(value).startswith("adamw") else Without("the optimizer is AdamW"),
+    ),
+    Setting("tf32", "trainer.tf32", "", UNSET, _given),
+    Setting("use_cpu", "trainer.device", "true: cpu", UNSET, lambda value, theirs: "cpu" if value else UNSET),
+    *[
+        Setting(
+            name,
+            "trainer.policy.dtype",
+            "float32 or bfloat16",
+            UNSET,
+            _dtype,
+        )
+        for name in ("dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype")
+    ],
+    Setting(
+        "lora_r",
+        "trainer.policy.model.lora.rank",
+        "with use_peft",
+        UNSET,
+        lambda value, theirs: value if theirs.get("use_peft") else UNSET,
+    ),
+    Setting(
+        "use_peft",
+        "trainer.policy.model.lora.rank",
+        "true: lora_r; false: 0",
+        UNSET,
+        lambda value, theirs: theirs.get("lora_r", 16) if value else 0,
+    ),
+    Setting(
+        "lora_target_modules",
+        "trainer.policy.model.lora.target_modules",
+        "",
+        UNSET,
+        lambda value, theirs: UNSET if value is None else as_list(value, theirs),
+    ),
+    Setting(
+        "dataset_name",
+        "data.train_data",
+        "name:configuration:split",
+        UNSET,
+        lambda value, theirs: [
+            ":".join(
+                part
+                for part in (value, theirs.get("dataset_config"), theirs.get("dataset_train_split", "train"))
+                if part
+            )
+        ],
+    ),
+    *without("a part of dataset_name's name:configuration:split", "dataset_config", "dataset_train_split"),
+    *without("name it in trainer.eval.eval_data, as name:configuration:split", "dataset_test_split"),
+    Setting(
+        "shuffle_dataset",
+        "data.sampler",
+        "true: shuffle; false: sequential",
+        UNSET,
+        mapped_values({True: "shuffle", False: "sequential"}),
+    ),
+    Setting("num_generations_eval", "trainer.eval.n_samples_per_prompt", "", UNSET, _given),
+    Setting(
+        "max_tool_calling_iterations",
+        "generator.max_turns",
+        "plus 1: the last answer",
+        UNSET,
+        lambda value, theirs: UNSET if value is None else value + 1,
+    ),
+    Setting(
+        "eval_steps",
+        "trainer.eval.interval",
+        "but with eval_strategy=no",
+        UNSET,
+        lambda value, theirs: 0 if theirs.get("eval_strategy") in _NEVER else value,
+    ),
+    Setting(
+        "eval_strategy",
+        "trainer.eval.interval",
+        "no: 0; steps: eval_steps",
+        UNSET,
+        lambda value, theirs: {**dict.fromkeys(_NEVER, 0), "steps": UNSET}.get(
+            value, Without("trainer.eval.interval counts steps")
+        ),
+    ),
+    Setting(
+        "save_strategy",
+        "trainer.ckpt_interval",
+        "no: 0; steps: save_steps",
+        UNSET,
+        lambda value, theirs: {**dict.fromkeys(_NEVER, 0), "steps": theirs.get("save_steps", UNSET)}.get(
+            value, Without("trainer.ckpt_interval counts steps; trainer.eval.best_metric keeps the best")
+        ),
+    ),
+    Setting(
+        "resume_from_checkpoint",
+        "trainer.resume",
+        "true: latest",
+        UNSET,
+        lambda value, theirs: {True: "latest", False: UNSET, None: UNSET}.get(
+            value, Without("name the run in trainer.run_dir, and its step in trainer.resume_step")
+        ),
+    ),
+    Setting(
+        "multi_objective_aggregation",
+        "rollout.stages.reward",
+        "sum_then_normalize alone",
+        UNSET,
+        lambda value, theirs: (
+            UNSET if value == "sum_then_normalize" else Without("rewards are summed before advantages are computed")
+        ),
     ),
     Setting(
         "bf16", "trainer.policy.dtype", "true: bfloat16", UNSET, mapped_values({True: "bfloat16", False: "float32"})
@@ -110,8 +380,169 @@ _SETTINGS: list[Setting] = [
         "steps_per_generation",
     ),
     *without("train(reward_fn=...) takes TRL's functions; see your_own_task.md", "reward_funcs"),
-    *without("add the rewards in one function", "reward_weights"),
-    *without("vLLM runs in separate processes, or as vllm_remote", "vllm_mode"),
+    *without("an argument of train(reward_fn=[...]), or rollout.stages.reward.kwargs.weights", "reward_weights"),
+    *without("name servers in generator.inference_engine.remote_urls", "vllm_server_host", "vllm_server_port"),
+    *without("generator.inference_engine.fleet.wait_timeout_s limits the wait for an engine", "vllm_server_timeout"),
+    *without("a weight transport chooses its ports", "vllm_group_port"),
+    *without("an agent's requests ask for structured outputs", "vllm_structured_outputs_regex"),
+    *without(
+        "sampling_params has no penalties: the probabilities of the policy itself are trained", "repetition_penalty"
+    ),
+    *without("generator.sampling_params has temperature, top_p, top_k, min_p and stops", "generation_kwargs.*"),
+    *without(
+        "the embedded engine or vLLM samples",
+        "cache_implementation",
+        "use_transformers_continuous_batching",
+        "use_transformers_paged",
+        "transformers_continuous_batching_config.*",
+        "use_cache",
+    ),
+    *without("there is no loss vespo here", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    *without(
+        "the reference is the policy that the run starts from",
+        "sync_ref_model",
+        "ref_model_mixup_alpha",
+        "ref_model_sync_steps",
+    ),
+    *without("all tokens train; clip_cov and kl_cov choose tokens by covariance", "top_entropy_quantile"),
+    *without(
+        "trainer.algorithm.entropy_coef is fixed",
+        "use_adaptive_entropy",
+        "entropy_coef_min",
+        "entropy_coef_max",
+        "entropy_coef_delta",
+        "entropy_target",
+    ),
+    *without(
+        "trainer.algorithm.off_policy_correction.rejections ignore the advantage's sign", "off_policy_mask_threshold"
+    ),
+    *without("the KL term has no importance weights", "use_bias_correction_kl"),
+    *without(
+        "trainer.samples_per_step says how many groups of each step are recorded; the page shows them",
+        "log_completions",
+        "log_multimodal",
+        "num_completions_to_print",
+        "log_unique_prompts",
+    ),
+    *without("nothing is uploaded", "log_completions_hub_repo", "push_to_hub"),
+    *[
+        Setting(f"hub_{name}", None, "nothing is uploaded")
+        for name in ("always_push", "model_id", "private_repo", "revision", "strategy", "token")
+    ],
+    *without("models are those that transformers itself knows", "trust_remote_code"),
+    *without("the model is taken as it is in its folder", "model_init_kwargs.*", "model_revision"),
+    *without("the attention is chosen by what the device can do", "attn_implementation"),
+    *without("adapters are LoRA on linear layers", "lora_target_parameters", "lora_modules_to_save", "lora_task_type"),
+    *without("adapters are plain LoRA", "use_rslora", "use_dora"),
+    *without(
+        "weights are float32 or bfloat16",
+        "load_in_8bit",
+        "load_in_4bit",
+        "bnb_4bit_quant_type",
+        "use_bnb_nested_quant",
+        "bnb_4bit_quant_storage",
+        "fp16",
+        "fp16_full_eval",
+        "bf16_full_eval",
+    ),
+    *without("the losses of experts' routers are not trained", "router_aux_loss_coef"),
+    *without("dropout is always off", "disable_dropout"),
+    *without("all columns of a row reach rewards and environments", "remove_unused_columns"),
+    *without("prompts and responses are not padded", "pad_to_multiple_of"),
+    *without(
+        "trainer.strategy=fsdp2 and trainer.fsdp shard the policy",
+        "ds3_gather_for_generation",
+        "deepspeed",
+        "deepspeed.*",
+        "fsdp",
+        "fsdp_config.*",
+        "accelerator_config.*",
+        "parallelism_config",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+        "local_rank",
+        "ignore_bias_buffers",
+    ),
+    *without("a schedule of your own takes them: scheduler=path.to.Schedule", "lr_scheduler_kwargs.*"),
+    *without("the optimizer is AdamW over all trained parameters", "optim_args", "optim_target_modules"),
+    *without("a loss is normalised over all devices", "average_tokens_across_devices"),
+    *without("of supervised training", "label_smoothing_factor", "neftune_noise_alpha", "label_names"),
+    *without("layers are computed again as a whole", "gradient_checkpointing_kwargs.*"),
+    *without("torch.compile has its defaults", "torch_compile_backend", "torch_compile_mode"),
+    *without("there are no kernels of Liger here", "use_liger_kernel", "liger_kernel_config.*"),
+    *without(
+        "trainer.micro_batch_tokens bounds the memory of a pass",
+        "auto_find_batch_size",
+        "torch_empty_cache_steps",
+    ),
+    *without(
+        "each step is logged",
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "logging_dir",
+        "log_on_each_node",
+        "logging_nan_inf_filter",
+        "include_num_input_tokens_seen",
+        "log_level",
+        "log_level_replica",
+        "disable_tqdm",
+    ),
+    *without("trackers take it from the environment: WANDB_PROJECT, ...", "project"),
+    *without(
+        "trackers take it from the environment", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"
+    ),
+    *without("trainer.eval.max_parallel counts the prompts at once", "per_device_eval_batch_size"),
+    *without(
+        "an evaluation generates answers and rewards them",
+        "prediction_loss_only",
+        "eval_delay",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "eval_accumulation_steps",
+        "include_for_metrics",
+        "batch_eval_metrics",
+        "do_train",
+        "do_eval",
+        "do_predict",
+    ),
+    *without("trainer.hf_save_interval writes models; checkpoints resume a run", "save_only_model"),
+    *without("the run folder is on one disk", "save_on_each_node"),
+    *without("SIGTERM always writes a checkpoint", "enable_jit_checkpoint"),
+    *without("`skyrl-train export RUN:best` takes it", "load_best_model_at_end", "greater_is_better"),
+    *without("a resume loses and repeats nothing", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
+    *without("trainer.seed is the seed of the data's order too", "data_seed"),
+    *without("sampled tokens are reproducible with generator.inference_engine.batch_invariant", "full_determinism"),
+    *without(
+        "data is read in the trainer's process",
+        "dataloader_drop_last",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context",
+        "dataloader_in_order",
+        "train_sampling_strategy",
+        "length_column_name",
+    ),
+    *without("metrics always have the memory of the process and of GPUs", "skip_memory_metrics"),
+    *without("set the environment of the library that you debug", "debug"),
+    *without(
+        "generator.pause_timeout_s and trainer.failures limit waiting",
+        "request_timeout",
+        "weight_sync_timeout",
+        "heartbeat_stale_after_s",
+    ),
+    *without(
+        "trainer.fully_async.generate_ahead_steps and num_parallel_generation_workers count groups",
+        "max_inflight_tasks",
+        "queue_maxsize",
+    ),
+    *without("sessions keep the sampled tokens", "fork_threshold_tokens"),
 ]
 
-TRL = Library("TRL", "1.16.0", _SETTINGS)
+TRL = Library("TRL", "1.16.0", _SETTINGS, {"vllm_importance_sampling_cap": _IS_MAX})
