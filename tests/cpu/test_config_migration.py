@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -279,6 +280,12 @@ def test_mistakes_name_the_setting(arguments: list[str], told: str) -> None:
         migrate("skyrl", arguments)
 
 
+def test_a_rule_that_is_none_is_named() -> None:
+    rules = [f"algorithm.rollout_correction.{text}" for text in ("rollout_rs=tokens_k1", "rollout_rs_threshold=2.0")]
+    with pytest.raises(ConfigError, match=r"rollout_rs=tokens_k1 .* tokens_k1 begins with none of token, seq_sum"):
+        migrate("verl", rules)
+
+
 def test_a_minibatch_of_0_is_told_as_without_from() -> None:
     assert "trainer.policy_mini_batch_size=0" in validate(skyrl("trainer.policy_mini_batch_size=0").config).errors[0]
 
@@ -342,6 +349,56 @@ CORRECTION = "trainer.algorithm.off_policy_correction"
              "trainer.eval.interval": 0},
         ),
         (
+            "verl",
+            ["actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.3",
+             "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.05", "trainer.total_training_steps=200",
+             "actor_rollout_ref.actor.optim.optimizer=AdamW", "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla",
+             "algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=low_var_kl", "data.truncation=left", "data.shuffle=false",
+             "data.filter_overlong_prompts=true", "critic.optim.lr=1e-5", "algorithm.adv_estimator=rloo_vectorized",
+             "actor_rollout_ref.rollout.val_kwargs.do_sample=false", "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",
+             "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=0.5_4.0",
+             "trainer.v1.trainer_mode=separate_async", "trainer.v1.sampler.max_off_policy_strategy=drop"],
+            {"trainer.algorithm.eps_clip_low": 0.1, "trainer.algorithm.eps_clip_high": 0.3,
+             "trainer.policy.optimizer_config.num_warmup_steps": 10, "trainer.algorithm.policy_loss_type": "dual_clip",
+             "trainer.algorithm.kl_reward_coef": 0.001, "trainer.algorithm.kl_estimator_type": "k3",
+             "data.on_long_prompt": "filter", "data.sampler": "sequential", "trainer.critic.optimizer_config.lr": 1e-5,
+             "trainer.algorithm.advantage_estimator": "rloo", "trainer.eval.sampling_params": {"temperature": 0.0},
+             "trainer.fsdp.shard_size": None, f"{CORRECTION}.tis_ratio_type": "icepop",
+             f"{CORRECTION}.icepop_ratio_low": 0.5, f"{CORRECTION}.icepop_ratio_high": 4.0,
+             f"{CORRECTION}.token_tis_ratio_clip_high": 2.0, "trainer.mode": "fully_async",
+             "trainer.fully_async.staleness_policy": "drop"},
+        ),
+        (
+            "verl",
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "actor_rollout_ref.actor.clip_ratio=0.2",
+             "actor_rollout_ref.actor.clip_ratio_high=5.0", "algorithm.use_kl_in_reward=false", "algorithm.kl_penalty=abs",
+             "algorithm.kl_ctrl.kl_coef=0.5", "data.truncation=left", "algorithm.rollout_correction.rollout_is=null",
+             "algorithm.rollout_correction.rollout_rs=token_k1,seq_mean_k3",
+             "algorithm.rollout_correction.rollout_rs_threshold='0.5_2.0,0.1'",
+             "actor_rollout_ref.actor.optim.lr_warmup_steps=7", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.5"],
+            {"trainer.algorithm.policy_loss_type": "cispo", "trainer.algorithm.cispo.cispo_eps_clip_low": 0.2,
+             "trainer.algorithm.cispo.cispo_eps_clip_high": 5.0, "trainer.algorithm.eps_clip_high": None,
+             "trainer.algorithm.kl_reward_coef": 0.0, "trainer.algorithm.kl_estimator_type": "k3",
+             "data.on_long_prompt": "truncate", "trainer.policy.optimizer_config.num_warmup_steps": 7,
+             f"{CORRECTION}.tis_ratio_type": None, f"{CORRECTION}.allow_uncorrected": False,
+             f"{CORRECTION}.rejections": [
+                 RejectionConfig("k1", RejectionLevel.token, math.log(0.5), math.log(2.0)),
+                 RejectionConfig("k3", RejectionLevel.sequence_mean, None, 0.1)]},
+        ),
+        (
+            "verl",
+            ["algorithm.rollout_correction.rollout_is=sequence", "algorithm.rollout_correction.rollout_is_threshold=3",
+             "algorithm.rollout_correction.rollout_rs=seq_sum_k1", "algorithm.rollout_correction.rollout_rs_threshold=4.0"],
+            {f"{CORRECTION}.tis_ratio_type": "sequence", f"{CORRECTION}.sequence_tis_ratio_clip_high": 3.0,
+             f"{CORRECTION}.token_tis_ratio_clip_high": 2.0, f"{CORRECTION}.rejections": [
+                 RejectionConfig("k1", RejectionLevel.sequence_sum, math.log(1 / 4), math.log(4.0))]},
+        ),
+        (
+            "verl",
+            ["algorithm.rollout_correction.rollout_is=null"],
+            {f"{CORRECTION}.tis_ratio_type": None, f"{CORRECTION}.allow_uncorrected": True},
+        ),
+        (
             "trl",
             ["num_generations=4", "epsilon=0.1", "loss_type=dr_grpo", "scale_rewards=none", "use_vllm=true", "top_k=0",
              "max_steps=-1"],
@@ -386,6 +443,18 @@ CORRECTION = "trainer.algorithm.off_policy_correction"
         ),
         (
             "trl",
+            ["vllm_importance_sampling_mode=token_mask"],
+            {f"{CORRECTION}.tis_ratio_type": "icepop", f"{CORRECTION}.icepop_ratio_low": 0.0,
+             f"{CORRECTION}.icepop_ratio_high": 3.0},
+        ),
+        (
+            "trl",
+            ["vllm_importance_sampling_correction=true"],
+            {f"{CORRECTION}.tis_ratio_type": "sequence", f"{CORRECTION}.sequence_tis_ratio_clip_high": 3.0,
+             f"{CORRECTION}.rejections": [RejectionConfig("ratio", RejectionLevel.sequence_sum, None, 3.0)]},
+        ),
+        (
+            "trl",
             ["vllm_importance_sampling_mode=token_truncate", "vllm_importance_sampling_clip_max=4.0"],
             {f"{CORRECTION}.tis_ratio_type": "token", f"{CORRECTION}.token_tis_ratio_clip_high": 4.0,
              f"{CORRECTION}.allow_uncorrected": False, f"{CORRECTION}.rejections": []},
@@ -413,7 +482,16 @@ def test_other_libraries(library: str, overrides: list[str], expected: dict[str,
 @pytest.mark.parametrize(
     ("library", "given", "reason"),
     [
+        ("verl", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "counts steps"),
+        ("verl", "algorithm.adv_estimator=remax", "no such estimator"),
+        ("verl", "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "no such loss"),
+        ("verl", "actor_rollout_ref.actor.fsdp_config.dtype=fp16", "float32 or bfloat16"),
+        ("verl", "data.truncation=middle", "removes the beginning"),
+        ("verl", "trainer.v1.trainer_mode=colocate_async", "sync and separate_async"),
+        ("verl", "critic.ppo_epochs=2", "trains on the minibatches of the policy"),
+        ("verl", "reward.num_workers=4", "takes a function"),
         ("trl", "loss_type=vespo", "there is no loss vespo here"),
+        ("trl", "vllm_importance_sampling_clip_max=null", "weights have an upper bound here"),
         ("trl", "optim=adafactor", "the optimizer is AdamW"),
         ("trl", "eval_strategy=epoch", "trainer.eval.interval counts steps"),
         ("trl", "save_strategy=best", "trainer.eval.best_metric keeps the best"),

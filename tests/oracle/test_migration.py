@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import oracles
 import pytest
+import yaml
 from batches import CLOSE, assert_equal, our_loss, random_batch, settings
 from test_skyrl import skyrl_loss
 
@@ -62,6 +64,28 @@ def test_every_setting_of_trls_grpo_has_a_row(trl: SimpleNamespace) -> None:
     assert [
         name for name in names if not table.rows(table.renamed.get(name, name)) and not table.rows(f"{name}.x")
     ] == []
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "trainer/config/_generated_ppo_trainer.yaml",
+        "experimental/fully_async_policy/config/fully_async_ppo_trainer.yaml",
+    ],
+)
+def test_every_setting_of_verls_trainer_has_a_row(verl: SimpleNamespace, file: str) -> None:
+    table, settings_of_verl = LIBRARIES["verl"], yaml.safe_load((oracles.FOLDER / "verl" / file).read_text())
+
+    def names(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in section.items():
+            if isinstance(value, dict):
+                yield from names(value, f"{prefix}{name}.")
+            elif name != "_target_":
+                yield prefix + name
+
+    for hydras in ("defaults", "hydra"):
+        settings_of_verl.pop(hydras, None)
+    assert [name for name in names(settings_of_verl) if not table.rows(name)] == []
 
 
 @pytest.mark.parametrize("seed", range(3))

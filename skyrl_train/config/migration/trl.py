@@ -19,7 +19,9 @@ from skyrl_train.config.migration.table import (
 
 _CORRECTION = "trainer.algorithm.off_policy_correction"
 _ENGINE = "generator.inference_engine"
-_IS_MODE, _IS_MAX, _IS_MIN = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
+_IS, _IS_MODE, _IS_MAX, _IS_MIN = (
+    f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min")
+)
 _NEVER = ("no", False)  # yaml reads no as false
 _REDUCTIONS = {
     "grpo": "sequence_mean",
@@ -74,7 +76,7 @@ def _backend(value: Any, theirs: Theirs) -> str:
 
 def _weights(value: Any, theirs: Theirs) -> Any:
     mode = theirs.get(_IS_MODE, "sequence_mask")
-    if theirs.get("vllm_importance_sampling_correction") is False:
+    if not _corrects(theirs):
         return None
     level, _, rule = mode.partition("_")
     if rule == "truncate" and theirs.get(_IS_MIN) is not None:
@@ -86,53 +88,50 @@ def _uncorrected(value: Any, theirs: Theirs) -> Any:
     return UNSET if value else True
 
 
-def _is_bound(*modes: str) -> Callable[[Any, Theirs], Any]:
-    """Return a conversion of a bound that counts in ``modes``."""
-    return lambda value, theirs: (
-        value if value is not None and theirs.get(_IS_MODE, "sequence_mask") in modes else UNSET
-    )
+def _is_bound(name: str, *modes: str) -> Callable[[Any, Theirs], Any]:
+    """Return a conversion of the bound ``name``, with its default there, for the modes in which it counts."""
+
+    def convert(value: Any, theirs: Theirs) -> Any:
+        if not _corrects(theirs) or theirs.get(_IS_MODE, "sequence_mask") not in modes:
+            return UNSET
+        if name == _IS_MIN:
+            return theirs.get(name) or 0.0
+        bound = theirs.get(name, 3.0)
+        return Without("weights have an upper bound here") if bound is None else bound
+
+    return convert
+
+
+def _corrects(theirs: Theirs) -> bool:
+    return bool(theirs.get(_IS, True))
 
 
 def _rejections(value: Any, theirs: Theirs) -> Any:
     """Sequences whose ratio is out of bounds. Those that stay have weights below the upper bound, so nothing is truncated."""
-    corrected = theirs.get("vllm_importance_sampling_correction", True)
-    if not corrected or theirs.get(_IS_MODE, "sequence_mask") != "sequence_mask":
+    if not _corrects(theirs) or theirs.get(_IS_MODE, "sequence_mask") != "sequence_mask":
         return UNSET
     bounds = {"low": theirs.get(_IS_MIN), "high": theirs.get(_IS_MAX, 3.0)}
     return [{"statistic": "ratio", "level": "sequence_sum", **bounds}]
 
 
 _CORRECTIONS = [
-    Setting(
-        "vllm_importance_sampling_correction",
-        f"{_CORRECTION}.tis_ratio_type",
-        "token_truncate: token; token_mask: icepop; sequence_truncate and sequence_mask: sequence; false: null",
-        UNSET,
-        _weights,
-    ),
-    Setting(
-        "vllm_importance_sampling_correction", f"{_CORRECTION}.allow_uncorrected", "false: true", UNSET, _uncorrected
-    ),
     *[
-        row
-        for name in (_IS_MODE, _IS_MAX, _IS_MIN)
-        for row in (
-            Setting(name, f"{_CORRECTION}.tis_ratio_type", "", UNSET, _weights),
-            Setting(
-                name, f"{_CORRECTION}.rejections", "sequence_mask: a rule with statistic=ratio", UNSET, _rejections
+        Setting(name, f"{_CORRECTION}.{ours}", note, UNSET, convert)
+        for name in (_IS, _IS_MODE, _IS_MAX, _IS_MIN)
+        for ours, note, convert in (
+            (
+                "tis_ratio_type",
+                "token_truncate: token; token_mask: icepop; sequence_...: sequence; false: null",
+                _weights,
             ),
+            ("token_tis_ratio_clip_high", "token_truncate", _is_bound(_IS_MAX, "token_truncate")),
+            ("sequence_tis_ratio_clip_high", "sequence_...", _is_bound(_IS_MAX, "sequence_truncate", "sequence_mask")),
+            ("icepop_ratio_low", "token_mask", _is_bound(_IS_MIN, "token_mask")),
+            ("icepop_ratio_high", "token_mask", _is_bound(_IS_MAX, "token_mask")),
+            ("rejections", "sequence_mask: a rule with statistic=ratio", _rejections),
         )
     ],
-    Setting(_IS_MAX, f"{_CORRECTION}.token_tis_ratio_clip_high", "token_truncate", UNSET, _is_bound("token_truncate")),
-    Setting(
-        _IS_MAX,
-        f"{_CORRECTION}.sequence_tis_ratio_clip_high",
-        "of sequences",
-        UNSET,
-        _is_bound("sequence_truncate", "sequence_mask"),
-    ),
-    Setting(_IS_MAX, f"{_CORRECTION}.icepop_ratio_high", "token_mask", UNSET, _is_bound("token_mask")),
-    Setting(_IS_MIN, f"{_CORRECTION}.icepop_ratio_low", "token_mask", UNSET, _is_bound("token_mask")),
+    Setting(_IS, f"{_CORRECTION}.allow_uncorrected", "false: true", UNSET, _uncorrected),
 ]
 
 _SETTINGS: list[Setting] = [
