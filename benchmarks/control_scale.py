@@ -3,7 +3,7 @@
     python benchmarks/control_scale.py [--agents 32] [--turns 6] [--vllm] [--engines 64] [--on-agents 1024]
 
 First it measures processor time. Agents hold conversations of several turns through the real endpoint, sessions, client and Ray
-actors; only the engines are modelled, and send their tokens in pieces of 64 as vLLM's do. Two lengths of responses give the cost
+actors; only the engines are modelled, and send their tokens in pieces as vLLM's do. Two lengths of responses give the cost
 of a turn and of a token in each process, once with the endpoint in the control process and once with it in rollout actors.
 ``driver_cost.py`` gives the cost of a trajectory from admission to the minibatch. ``--vllm`` adds the front end of a real vLLM
 on a CPU, which runs in a process or an actor of its engine, and what is left of it in the control process.
@@ -38,7 +38,7 @@ from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.construction import GeneratorSpec
 from skyrl_train.generators.remote.generator import RemoteGenerator
 from skyrl_train.generators.remote.host import ActorSetup, GeneratorHost
-from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.client import KEPT_TOKENS, InferenceEngineClient
 from skyrl_train.inference.engines.ray_engine import RayEngine
 from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, TokenChunk
 from skyrl_train.models.tiny import character_tokenizer
@@ -169,7 +169,7 @@ def conversation(agent: int, turns: int, tokens: int) -> GeneratorInput:
 
 
 async def vllm_token_s(hosted: bool, requests: int = 32, tokens: int = 256) -> float:
-    """Return the processor seconds that a vLLM on a CPU takes from this process for a token, in pieces of 64.
+    """Return the processor seconds that a vLLM on a CPU takes from this process for a token, in the pieces of the client.
 
     Args:
         hosted: its front end has a process of its own, as in a run.
@@ -191,7 +191,7 @@ async def vllm_token_s(hosted: bool, requests: int = 32, tokens: int = 256) -> f
 
             async def one(seed: int) -> None:
                 params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
-                asked = InferenceEngineInput(prompt_token_ids=[[3, 4]], sampling_params=params, chunk_tokens=64)
+                asked = InferenceEngineInput(prompt_token_ids=[[3, 4]], sampling_params=params, chunk_tokens=KEPT_TOKENS)
                 async with aclosing(engine.stream(asked)) as chunks:  # type: ignore[type-var]
                     async for _ in chunks:
                         pass

@@ -68,8 +68,9 @@ if TYPE_CHECKING:
 
 # Tokens in one piece of a stream. With 20 alternatives for each it takes about 100 kB on the wire.
 _LARGEST_CHUNK = 64
-# When an engine dies, a response that is not read in pieces loses at most this many tokens.
-_KEPT_TOKENS = 64
+# When an engine dies, a response that is not read in pieces loses at most this many tokens. Each piece passes through two or three
+# processes, so pieces of 64 cost the control process of a thousand agents more than the turns.
+KEPT_TOKENS = 256
 # Fields of an engine's event, by the attributes of its health.
 _HEALTH_FIELDS = {
     "policy_version": "version",
@@ -599,7 +600,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             if not can.chunked_streaming:
                 response.add(only_chunk(await engine.generate(engine_input)), segment.number)
                 return
-            engine_input["chunk_tokens"] = _KEPT_TOKENS
+            engine_input["chunk_tokens"] = KEPT_TOKENS
         stream = engine.stream(engine_input)
         try:
             async for chunk in stream:
