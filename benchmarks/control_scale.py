@@ -191,7 +191,9 @@ async def vllm_token_s(hosted: bool, requests: int = 32, tokens: int = 256) -> f
 
             async def one(seed: int) -> None:
                 params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
-                asked = InferenceEngineInput(prompt_token_ids=[[3, 4]], sampling_params=params, chunk_tokens=KEPT_TOKENS)
+                asked = InferenceEngineInput(
+                    prompt_token_ids=[[3, 4]], sampling_params=params, chunk_tokens=KEPT_TOKENS
+                )
                 async with aclosing(engine.stream(asked)) as chunks:  # type: ignore[type-var]
                     async for _ in chunks:
                         pass

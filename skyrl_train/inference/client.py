@@ -241,9 +241,8 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         self.renderer = ChatRenderer(tokenizer, model_path) if renderer is None else renderer
         self.replay_cache = ReplayCache(enabled=replay)
         self.generated_tokens = 0  # in responses that have ended, without replayed tokens
-        self._busy: dict[
-            int, tuple[float, float]
-        ] = {}  # of each engine: when it was last looked at, and its busy_s then
+        # Of each engine: when it was last looked at, and its ``busy_s`` then.
+        self._busy: dict[int, tuple[float, float]] = {}
 
     @property
     def policy_version(self) -> int:

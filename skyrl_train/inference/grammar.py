@@ -37,12 +37,10 @@ if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
 _VALUES = frozenset(("const", "enum", "default", "examples"))  # keywords of JSON schemas whose values are no schemas
-_LOOKS_AROUND = re.compile(
-    r"(?<!\\)(?:\\\\)*(?:\(\?(?:<?[=!]|P=)|\\[1-9k])"
-)  # look-around or a back reference in a pattern
-_PLACE = re.compile(
-    r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?"
-)  # in the library's messages: line and column
+# Look-around or a back reference in a pattern
+_LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:<?[=!]|P=)|\\[1-9k])")
+# Line and column in the library's messages
+_PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 _EXCERPT = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)  # of the grammar, which is not the caller's text
 Mask = npt.NDArray[np.uint8]  # packed bits of the vocabulary, the first token in the lowest bit: [ceil(vocab_size / 8)]
 
