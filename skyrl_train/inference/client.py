@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 
 # Tokens in one piece of a stream. With 20 alternatives for each it takes about 100 kB on the wire.
 _LARGEST_CHUNK = 64
-# When an engine dies, a response that is not read in pieces loses at most this many tokens. Each piece passes through two or three
-# processes, so pieces of 64 cost the control process of a thousand agents more than the turns.
+# When an engine dies, a response that is not read in pieces loses at most this many tokens. Each piece passes through two or
+# three processes, so pieces of 64 cost the control process of a thousand agents more than the turns.
 KEPT_TOKENS = 256
 # Fields of an engine's event, by the attributes of its health.
 _HEALTH_FIELDS = {
