@@ -41,6 +41,8 @@ _VALUES = frozenset(("const", "enum", "default", "examples"))  # keywords of JSO
 _LOOKS_AROUND = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:<?[=!]|P=)|\\[1-9k])")
 # Line and column in the library's messages
 _PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
+# Beyond a limit, in the library's messages
+_TOO_COMPLEX = re.compile("max is|fuel|too many|limit")
 _EXCERPT = re.compile(r"\n\s*\d+ \| .*", re.DOTALL)  # of the grammar, which is not the caller's text
 Mask = npt.NDArray[np.uint8]  # packed bits of the vocabulary, the first token in the lowest bit: [ceil(vocab_size / 8)]
 
@@ -376,7 +378,14 @@ async def check_grammar(structured: StructuredOutput, field: str = "", fields: M
     Raises:
         GrammarError: it cannot be compiled within the limits; the message has the library's reason.
     """
-    text = grammar_text(structured)
+
+    def failed(message: str) -> GrammarError:
+        return GrammarError.of_field(field, message) if field else GrammarError(message)
+
+    try:
+        text = grammar_text(structured)
+    except GrammarError as error:
+        raise failed(str(error)) from error
     trial = _trials.get(text)
     if trial is None:
         while len(_trials) >= _REMEMBERED_TRIALS:
@@ -393,8 +402,7 @@ async def check_grammar(structured: StructuredOutput, field: str = "", fields: M
         lines = structured.value.splitlines()
         rule = lines[min(int(place[1]), len(lines)) - 1].partition(":")[0]
         field = next((other for name, other in (fields or {}).items() if f"{rule}_".startswith(f"{name}_")), field)
-    message = f"The grammar cannot be compiled: {_one_line(problem)}"
-    raise GrammarError.of_field(field, message) if field else GrammarError(message)
+    raise failed(f"The grammar cannot be compiled: {_one_line(problem)}")
 
 
 def _try_grammar(text: str) -> str:
@@ -481,6 +489,7 @@ class _TokenizerWrapper:
 
 
 def _one_line(message: str) -> str:
-    """Return a message of the library without the grammar that it quotes."""
+    """Return a message of the library without the grammar that it quotes, and with what to do about a limit."""
     message = _EXCERPT.sub("", _PLACE.sub("", message, count=1)).replace("<non-verbose/>", "")
-    return f"{' '.join(message.split()):.500}"
+    remedy = ". Make the grammar simpler." if _TOO_COMPLEX.search(message) else ""
+    return f"{' '.join(message.split()):.500}{remedy}"

@@ -66,7 +66,8 @@ class GenerationChunk:
     """The tokens sampled since the last chunk.
 
     ``text`` may lag behind the tokens: unfinished characters, and those that could belong to a stop string, come with a
-    later chunk. The last chunk has ``generation``; the joined texts are its text.
+    later chunk. The last chunk has ``generation``; the joined texts are its text. The chat service and runs of completions add
+    ``prompt_token_ids`` to the first chunk of a response.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -75,6 +76,7 @@ class GenerationChunk:
     text: str = ""
     top_logprobs: TopLogprobs | None = None
     generation: Generation | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class GenerationService(Protocol):

@@ -9,6 +9,7 @@ import pytest
 from dialect_answers import (
     ANY_JSON,
     MESSAGES,
+    PROMPT,
     choice_of,
     context,
     damaged,
@@ -244,6 +245,8 @@ def test_requested_token_ids_are_returned_streamed_or_not() -> None:
     streamed = next(frame.data for frame in frames if frame.event == "message_delta")
     assert streamed["skyrl"] == {name: value for name, value in skyrl.items() if name != "reused_tokens"}
     assert (streamed["usage"]["input_tokens"], streamed["usage"]["cache_read_input_tokens"]) == (2, 1)
+    (start,) = call.stream(context()).opened(PROMPT)
+    assert start.data["message"]["usage"]["input_tokens"] == len(PROMPT), "some clients read it here"
 
 
 NO_OBJECT = [
@@ -277,7 +280,7 @@ def test_a_message_that_comes_back_is_the_one_that_was_sampled(message: Assistan
 def test_a_streamed_message_is_the_same_as_a_whole_one(message: AssistantMessage, size: int) -> None:
     choice, stream = choice_of(message), parse().stream(context())
     events = events_of(choice, list(deltas_of(message, size)))
-    frames = [*stream.opened(), *(frame for event in events for frame in stream.event(event)), *stream.closed()]
+    frames = [*stream.opened(PROMPT), *(frame for event in events for frame in stream.event(event)), *stream.closed()]
     assert all(frame.event == frame.data["type"] for frame in frames)
     assert accumulated([frame.data for frame in frames]) == parse().response(result_of(choice), context())
 
@@ -290,7 +293,10 @@ def test_text_behind_a_call_gets_a_block_of_its_own_and_comes_back_as_one_messag
         MessageDelta(content="behind"),
     ]
     stream = parse().stream(context())
-    frames = [*stream.opened(), *(f for event in events_of(choice_of(message), pieces) for f in stream.event(event))]
+    frames = [
+        *stream.opened(PROMPT),
+        *(f for event in events_of(choice_of(message), pieces) for f in stream.event(event)),
+    ]
     body = accumulated([frame.data for frame in frames])
     assert [block["type"] for block in body["content"]] == ["text", "tool_use", "text"]
     history = [{"role": "assistant", "content": body["content"]}, USER]

@@ -260,7 +260,7 @@ def test_no_body_raises_anything_else(body: dict[str, Any]) -> None:
 def test_the_pieces_of_a_stream_are_the_whole_message(message: AssistantMessage, size: int) -> None:
     choice = choice_of(message)
     stream = openai_chat.parse({**ASK, "stream": True}).stream(context())
-    frames = stream.opened()
+    frames = stream.opened(PROMPT)
     for event in events_of(choice, list(deltas_of(message, size))):
         frames += stream.event(event)
     frames += stream.closed()
@@ -312,7 +312,7 @@ def test_a_stream_has_the_requested_usage_and_tokens() -> None:
         "logprobs": True,
     }
     stream = openai_chat.parse(asked).stream(context())
-    frames = stream.opened()
+    frames = stream.opened(PROMPT)
     for event in events_of(choice, list(deltas_of(choice.message, 1))):
         frames += stream.event(event)
     frames += stream.closed()
@@ -326,7 +326,8 @@ def test_a_stream_has_the_requested_usage_and_tokens() -> None:
     logprobs = [entry["logprob"] for c in shown if c["logprobs"] for entry in c["logprobs"]["content"]]
     assert ids == choice.generation.token_ids and logprobs == choice.generation.logprobs
     assert bodies[-2]["skyrl"] == {"prompt_token_ids": PROMPT}
-    assert bodies[-2]["prompt_token_ids"] == PROMPT and ids == [t for c in shown for t in c.get("token_ids", ())]
+    assert [body.get("prompt_token_ids") for body in bodies] == [PROMPT, *[None] * (len(bodies) - 1)]
+    assert ids == [t for c in shown for t in c.get("token_ids", ())]
 
 
 def test_every_field_says_why_or_how() -> None:

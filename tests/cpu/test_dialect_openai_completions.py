@@ -136,9 +136,10 @@ def test_token_ids_are_also_where_vllms_server_has_them() -> None:
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([1, 2], EURO)
     stream = call.stream(CONTEXT)
     pieces = [
+        GenerationChunk(prompt_token_ids=[1, 2]),  # shows nothing
         GenerationChunk(EURO[:1], [-0.25], [4], "a"),
         GenerationChunk(EURO[1:], text="€", generation=generation()),
     ]
     choices = [frame.data["choices"][0] for piece in pieces for frame in stream.chunk(0, piece)]
     assert [choice["token_ids"] for choice in choices] == [EURO[:1], EURO[1:]]
-    assert [choice.get("prompt_token_ids") for choice in choices] == [None, [1, 2]]
+    assert [choice.get("prompt_token_ids") for choice in choices] == [[1, 2], None]

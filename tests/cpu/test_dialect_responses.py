@@ -9,6 +9,7 @@ import pytest
 from dialect_answers import (
     ANY_JSON,
     MESSAGES,
+    PROMPT,
     choice_of,
     context,
     damaged,
@@ -221,7 +222,7 @@ def test_a_streamed_response_is_the_same_as_a_whole_one(
     call = parse(include=["message.output_text.logprobs"] if logprobs else [])
     choice, stream = choice_of(message, finish), call.stream(context())
     events = events_of(choice, list(deltas_of(message, size)))
-    frames = [*stream.opened(), *(frame for event in events for frame in stream.event(event)), *stream.closed()]
+    frames = [*stream.opened(PROMPT), *(frame for event in events for frame in stream.event(event)), *stream.closed()]
     whole = call.response(result_of(choice), context())
     assert all(frame.event == frame.data["type"] for frame in frames)
     assert [frame.data["sequence_number"] for frame in frames] == list(range(len(frames)))
@@ -234,7 +235,7 @@ def test_a_stream_tells_each_step() -> None:
     message = AssistantMessage("ab", "hm", (ToolCall("c", "f", "{}"),))
     stream = parse().stream(context())
     events = events_of(choice_of(message), list(deltas_of(message, 1)))
-    names = [frame.event for frame in stream.opened()]
+    names = [frame.event for frame in stream.opened(PROMPT)]
     names += [frame.event for event in events for frame in stream.event(event)]
     parts = ["response.output_item.added", "response.content_part.added"]
     ends = ["response.content_part.done", "response.output_item.done"]
@@ -273,7 +274,7 @@ def test_text_behind_a_call_gets_an_item_of_its_own_and_comes_back_as_one_messag
 
 def test_a_failure_inside_a_stream_ends_it_with_the_finished_items() -> None:
     stream = parse().stream(context())
-    stream.opened()
+    stream.opened(PROMPT)
     message = AssistantMessage("ab", "hm")
     for event in events_of(choice_of(message), list(deltas_of(message, 2)))[:-1]:
         stream.event(event)
@@ -353,7 +354,7 @@ def test_any_json_is_a_request_or_a_dialect_error(body: dict[str, Any]) -> None:
         assert call.status == 400 and call.message
         assert openai_error(call)["error"]["type"] == "invalid_request_error"
     else:
-        json.dumps([list(call.request.messages), call.stream(context()).opened()[0].data])
+        json.dumps([list(call.request.messages), call.stream(context()).opened(PROMPT)[0].data])
 
 
 def test_null_is_the_same_as_nothing() -> None:

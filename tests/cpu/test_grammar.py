@@ -266,6 +266,18 @@ async def test_a_trial_that_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch,
         await check_grammar(KINDS[0])
 
 
+async def test_a_grammar_that_is_too_long_is_an_error_of_its_field() -> None:
+    with pytest.raises(GrammarError, match="response_format: The grammar has 131073 characters") as raised:
+        await check_grammar(StructuredOutput("json_schema", " " * (MAX_CHARACTERS + 1)), "response_format")
+    assert raised.value.field == "response_format"
+
+
+def test_a_grammar_beyond_a_limit_says_what_to_do() -> None:
+    schema = {"type": "integer", "multipleOf": 999_983, "minimum": 1, "maximum": 10**15}
+    with pytest.raises(GrammarError, match=r"cannot be compiled: fuel exhausted.*\. Make the grammar simpler\.$"):
+        grammars().matcher(StructuredOutput("json_schema", json.dumps(schema)))
+
+
 def test_a_token_that_is_not_allowed_is_an_error() -> None:
     with pytest.raises(GrammarError, match="cannot be followed"):
         grammars().matcher(StructuredOutput("regex", "ab"), tiny_tokenizer().convert_tokens_to_ids(["b"]))

@@ -59,6 +59,24 @@ async def test_a_stream_joined_is_the_whole_response() -> None:
         assert whole.usage.prompt_tokens_details.cached_tokens == 2
 
 
+async def test_the_first_chunk_has_the_prompt_as_with_vllms_server() -> None:
+    ids = {"extra_body": {"return_token_ids": True}}
+    async with endpoint() as world:
+        prompt = (await world.openai.chat.completions.create(**ASK, max_tokens=1, **ids)).model_extra[
+            "prompt_token_ids"
+        ]
+        chat = await world.openai.chat.completions.create(**ASK, max_tokens=3, n=2, stream=True, **ids)
+        shown = [chunk.model_extra.get("prompt_token_ids") async for chunk in chat]
+        assert shown[0] == prompt and len(shown) > 4 and not any(shown[1:])
+        text = await world.openai.completions.create(
+            model="policy", prompt=["012", "9"], max_tokens=3, stream=True, **ids
+        )
+        choices = [chunk.choices[0] async for chunk in text]
+        for index, of in enumerate([TOKENIZER("012")["input_ids"], TOKENIZER("9")["input_ids"]]):
+            shown = [choice.model_extra.get("prompt_token_ids") for choice in choices if choice.index == index]
+            assert shown[0] == of and len(shown) > 1 and not any(shown[1:])
+
+
 async def test_equal_seeds_repeat_and_others_do_not() -> None:
     async with endpoint() as world:
 

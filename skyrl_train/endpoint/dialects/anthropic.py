@@ -523,9 +523,10 @@ class MessagesStream:
         self._open: str | int | None = None  # "thinking", "text", or the index of a call
         self._arguments = ""
 
-    def opened(self) -> list[Frame]:
-        """Return message_start. The number of prompt tokens is known only at the end, in message_delta."""
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _NO_USAGE}
+    def opened(self, prompt_token_ids: list[int]) -> list[Frame]:
+        """Return message_start. It counts the whole prompt; message_delta tells which tokens were cached."""
+        usage = {**_NO_USAGE, "input_tokens": len(prompt_token_ids)}
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return [_frame("message_start", message=message)]
 
     def event(self, event: ChatEvent) -> list[Frame]:

@@ -170,8 +170,8 @@ class ResponsesStream:
         self._open: _OutputItem | None = None
         self._reasoning = ""
 
-    def opened(self) -> list[Frame]:
-        """Return created and in_progress."""
+    def opened(self, prompt_token_ids: list[int]) -> list[Frame]:
+        """Return created and in_progress, which show nothing of the prompt."""
         body = self._body.body("in_progress", [])
         return [self._frame("response.created", response=body), self._frame("response.in_progress", response=body)]
 

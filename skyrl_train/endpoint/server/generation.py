@@ -119,14 +119,15 @@ class ChatGeneration:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the response as server-sent events. Closing the iterator cancels the generation."""
-        # The opening frames wait for the first event, so that errors until then are HTTP errors.
-        opening = self.formatter.opened()
         events = self._gateway.service.stream(self._request, self._session)
         prompt_tokens = sampled_tokens = 0
+        has_opened = False
         try:
             async for event in events:
-                frames = opening + self.formatter.event(event)
-                opening = []
+                # The opening frames wait for the first event, so that errors until then are HTTP errors.
+                frames = [] if has_opened else self.formatter.opened(event.chunk.prompt_token_ids or [])
+                has_opened = True
+                frames += self.formatter.event(event)
                 if event.choice is not None:
                     prompt_tokens = len(event.choice.generation.prompt_token_ids)
                     sampled_tokens += len(event.choice.generation.token_ids)

@@ -298,9 +298,11 @@ class ChatService:
         request = turn.requests[index]
         parser = self.renderer.parser(turn.plan.prompt_token_ids, turn.tools, turn.prefill)
         chunks = self.generation.stream(request)
-        shown = 0
+        shown, prompt = 0, turn.plan.prompt_token_ids
         try:
             async for chunk in chunks:
+                if prompt is not None:
+                    chunk, prompt = dataclasses.replace(chunk, prompt_token_ids=prompt), None
                 shown += len(chunk.text)
                 if chunk.generation is None:
                     # With stop strings, text beyond ``shown`` may still turn out to be a part of one.

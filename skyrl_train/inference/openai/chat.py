@@ -203,11 +203,14 @@ class ChatCompletionStream:
         # Pieces without text, log-probs or ids are not sent.
         self._shows_tokens = call.request.logprobs or call.token_ids
 
-    def opened(self) -> list[Frame]:
-        """Return the role of each choice."""
+    def opened(self, prompt_token_ids: list[int]) -> list[Frame]:
+        """Return the role of each choice; before the first one the prompt, where vLLM's server has it."""
         opening = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         choices = [{"index": index, **opening} for index in range(self._call.request.params.n)]
-        return [Frame({**self._head, "choices": [choice]}) for choice in choices]
+        first, *others = [Frame({**self._head, "choices": [choice]}) for choice in choices]
+        if self._call.token_ids:
+            first = Frame({**self._head, "choices": choices[:1], "prompt_token_ids": prompt_token_ids})
+        return [first, *others]
 
     def event(self, event: ChatEvent) -> list[Frame]:
         """Return one chunk, or two at the end of a choice."""
@@ -236,8 +239,7 @@ class ChatCompletionStream:
             prompt: dict[str, Any] = {}
             if self._call.token_ids:
                 shown["skyrl"] = {"segments": done.segments, "restarts": done.restarts}
-                ids = done.prompt_token_ids
-                prompt = {"prompt_token_ids": ids, "skyrl": {"prompt_token_ids": ids}}
+                prompt = {"skyrl": {"prompt_token_ids": done.prompt_token_ids}}
             frames.append(Frame({**self._head, "choices": [shown], **prompt}))
         return frames
 

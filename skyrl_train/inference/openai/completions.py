@@ -185,12 +185,15 @@ class CompletionStream:
             self._head["usage"] = None
         self._offsets = [0] * (len(call.prompts) * call.params.n)  # characters of each response so far
         self._done: dict[int, Generation] = {}
+        self._prompts: dict[int, list[int]] = {}  # to be shown with the next frame of each response
         self._to_echo = set(range(len(self._offsets))) if call.echo else set()
         self._shows_tokens = call.logprobs or call.token_ids
 
     def chunk(self, index: int, chunk: GenerationChunk) -> list[Frame]:
         """Return at most one frame."""
         done = chunk.generation
+        if chunk.prompt_token_ids is not None:
+            self._prompts[index] = chunk.prompt_token_ids
         if done is not None:
             self._done[index] = done
         elif not chunk.text and not (self._shows_tokens and chunk.token_ids):
@@ -211,8 +214,9 @@ class CompletionStream:
         if self._call.token_ids:
             shown["token_ids"] = chunk.token_ids
             shown["skyrl"] = {"token_ids": chunk.token_ids, "logprobs": chunk.logprobs, "versions": chunk.versions}
+            if index in self._prompts:  # vLLM's server has them in the first chunk alone
+                shown["prompt_token_ids"] = self._prompts.pop(index)
             if done is not None:
-                shown["prompt_token_ids"] = done.prompt_token_ids
                 shown["skyrl"] |= {
                     "prompt_token_ids": done.prompt_token_ids,
                     "segments": done.segments,
@@ -292,9 +296,13 @@ class CompletionRun:
     async def stream(self) -> AsyncGenerator[tuple[int, GenerationChunk], None]:
         """Yield the pieces of all responses with the number of the response. Closing the iterator cancels them."""
         # All prompts are checked before the first is sampled, so that an error costs no samples.
-        pieces = merged([self._generation.stream(request) for request in await self._plan_requests()])
+        requests = await self._plan_requests()
+        pieces = merged([self._generation.stream(request) for request in requests])
+        prompts: dict[int, list[int]] = {index: request.prompt_token_ids for index, request in enumerate(requests)}
         try:
             async for index, chunk in pieces:
+                if index in prompts:
+                    chunk = dataclasses.replace(chunk, prompt_token_ids=prompts.pop(index))
                 if chunk.generation is not None and self._session is not None:
                     self._session.record_completion(self._plans[index], chunk.generation)
                 yield index, chunk

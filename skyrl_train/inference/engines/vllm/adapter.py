@@ -398,7 +398,10 @@ def completion_chunk(in_flight: InFlightRequest, completion: Any, cached_tokens:
     reason = completion.finish_reason
     if reason is not None and reason not in STOP_REASONS:
         if in_flight.request.params.structured is not None:
-            raise GrammarError("vLLM cannot follow the grammar; its log has the reason.")
+            raise GrammarError(
+                "vLLM cannot follow the grammar: it is too complex, or asks for text that the model's vocabulary cannot spell. "
+                "vLLM's log has the reason."
+            )
         raise EngineError(f"vLLM ended a request with {reason!r}; its log has the reason.")
     token_ids = list(completion.token_ids)
     # vLLM 0.26 ends an aborted stream with no token and, once more, all log-probs, which follow the log-probs of `token_ids`.
