@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from skyrl_train.errors import GrammarError
 from skyrl_train.inference import grammar_trial
@@ -50,17 +50,6 @@ MAX_CHARACTERS = 1 << 17  # of a schema or another grammar
 _REMEMBERED_TRIALS = 1024
 _trials: dict[str, Future[str]] = {}  # what is wrong with a grammar, by its text
 _trial_threads = ThreadPoolExecutor(2, "grammar-trial")  # few, because each waits for a process that uses a core
-# Limits of one grammar, so that it cannot stall the other requests: by the library's figures about 20 ms to begin, and 20 ms for
-# one token.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_items_in_row=2_000,
-    max_lexer_states=50_000,
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
 _COMPILED = 64  # grammars that are kept compiled; an agent repeats its few
 _REMEMBERED_TEXTS, _LONGEST_REMEMBERED = 4096, 256  # texts whose tokens are kept, and their characters: a few MiB
 
@@ -267,7 +256,7 @@ class Grammars:
             yield matcher.compute_mask()
 
     def _compile_text(self, text: str) -> LLMatcher:
-        matcher = LLMatcher(self.tokens, text, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self.tokens, text, log_level=0, limits=grammar_trial.LIMITS)
         if matcher.is_error():
             raise GrammarError(f"The grammar cannot be compiled: {_one_line(matcher.get_error())}")
         return matcher
@@ -490,6 +479,8 @@ class _TokenizerWrapper:
 
 def _one_line(message: str) -> str:
     """Return a message of the library without the grammar that it quotes, and with what to do about a limit."""
+    if message.startswith("NoExtension"):
+        return "it allows no text."
     message = _EXCERPT.sub("", _PLACE.sub("", message, count=1)).replace("<non-verbose/>", "")
     remedy = ". Make the grammar simpler." if _TOO_COMPLEX.search(message) else ""
     return f"{' '.join(message.split()):.500}{remedy}"

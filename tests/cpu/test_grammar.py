@@ -29,7 +29,7 @@ from skyrl_train.endpoint.sessions.turns import TurnTree
 from skyrl_train.errors import GeneratorOutputError, GrammarError
 from skyrl_train.generators.harness.generator import AgentRun, to_output
 from skyrl_train.generators.validation import to_samples
-from skyrl_train.inference import grammar
+from skyrl_train.inference import grammar, grammar_trial
 from skyrl_train.inference.continuation import Continuation
 from skyrl_train.inference.engines.embedded import masks
 from skyrl_train.inference.grammar import (
@@ -239,6 +239,22 @@ async def test_an_error_names_the_field_and_quotes_no_grammar() -> None:
         await check_grammar(StructuredOutput("regex", "(a"), "structured_outputs")
     assert raised.value.field == "structured_outputs" and "start:" not in str(raised.value)
     assert str(raised.value).startswith("structured_outputs: The grammar cannot be compiled: invalid regex")
+
+
+async def test_a_trial_ends_what_would_take_seconds_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short regular expression, for whose first mask all requests of the engine would wait."""
+    with pytest.raises(GrammarError, match=r"too many expressions|more than (1|0\.2) s"):
+        await check_grammar(StructuredOutput("regex", "(a{1000}){1001}"))
+    text = grammar.grammar_text(StructuredOutput("regex", "a+"))
+    assert grammar_trial.problem_of(text) == ""
+    monkeypatch.setattr(grammar_trial, "MASK_S", -1)
+    assert grammar_trial.problem_of(text).startswith("its first mask takes more than")
+
+
+async def test_a_trial_reads_the_tokens_of_any_model() -> None:
+    await check_grammar(StructuredOutput("grammar", 'start: <[151657]> "a" <[151658]>'))
+    with pytest.raises(GrammarError, match="cannot be compiled: it allows no text"):
+        await check_grammar(StructuredOutput("json_schema", '{"$ref": "#"}'))
 
 
 async def test_requests_with_the_same_grammar_share_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,7 +298,7 @@ class CompletionRun:
         # All prompts are checked before the first is sampled, so that an error costs no samples.
         requests = await self._plan_requests()
         pieces = merged([self._generation.stream(request) for request in requests])
-        prompts: dict[int, list[int]] = {index: request.prompt_token_ids for index, request in enumerate(requests)}
+        prompts = {index: list(request.prompt_token_ids) for index, request in enumerate(requests)}
         try:
             async for index, chunk in pieces:
                 if index in prompts:
