@@ -141,7 +141,7 @@ _MESSAGES = {
     "missing": ("is required.", "missing_required_parameter"),
     "extra_forbidden": ("is not a field of this request.", "unknown_parameter"),
     "too_long": ("may have at most {max_length} entries, got {actual_length}.", "array_above_max_length"),
-    "too_short": ("must have at least {min_length} entries.", "invalid_value"),
+    "too_short": ("must not be empty.", "invalid_value"),
     "string_too_short": ("must not be empty.", "invalid_value"),
     "literal_error": ("must be {expected}; got {got}.", "invalid_value"),
     "greater_than_equal": ("must be at least {ge}, got {got}.", "invalid_value"),
