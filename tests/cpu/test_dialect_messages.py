@@ -136,7 +136,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
     ("changes", "param", "says"),
     [
         ({"max_tokens": None}, "max_tokens", "required"),
-        ({"max_tokens": 0}, "max_tokens", "must not be empty"),
+        ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": "5"}, "max_tokens", "integer"),
         ({"messages": []}, "messages", "must not be empty"),
         ({"messages": "hi"}, "messages", "array"),

@@ -131,7 +131,7 @@ IMAGE = {"type": "input_image", "image_url": "https://example.org/x.png"}
         ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type", "caller runs"),
         ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "must be 'auto', 'none' or 'required'"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "must be function or allowed"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "must not be empty"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"truncation": "auto"}, "truncation", "never rewritten"),
         ({"background": True}, "background", "awaited or streamed"),
         ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
