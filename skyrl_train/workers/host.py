@@ -1,22 +1,17 @@
-"""The host of an object in an actor that its driver polls. Knows nothing of Ray, so that it can run anywhere.
+"""The host's end of a connection: the object that is served, and the loop that serves it.
 
-    driver ──deliver(number, messages)──> ActorHost: Peer ──task per call──> Hosted
-           <──next_messages()──────────── outbox (all that became ready since the last call, in one batch)
-
-An actor cannot call its driver, so the driver keeps one call of ``next_messages`` waiting. A remote call costs about a
-millisecond even with little data; while one batch travels, the next one gathers.
+driver ──frames──> socket ──> serve: Peer ──task per call──> Hosted
+       <──frames── socket <── (all that became ready in one turn of the loop, in one batch)
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from skyrl_train.runtime.process import write_output_to
 from skyrl_train.workers.connection import Peer
-from skyrl_train.workers.messages import Item, Message
+from skyrl_train.workers.messages import Item, Message, encode, read_frame
 
 
 class Hosted:
@@ -40,44 +35,29 @@ class Hosted:
         """Clean up; the process is ended afterwards."""
 
 
-class ActorHost:
-    """Serves ``hosted()``. All methods run on one event loop.
+def host_peer(hosted: Hosted, transmit: Callable[[list[Message]], None]) -> Peer:
+    """Return the host's end of a connection, which serves ``hosted``."""
+    hosted.driver = Peer(
+        lambda messages: transmit(join_items(messages, hosted)),
+        hosted,
+        own_state=hosted.state,
+        on_state=hosted.take_state,
+    )
+    return hosted.driver
 
-    Args:
-        log_file: for all output of this process, if this machine has its folder.
+
+async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hosted: Hosted) -> None:
+    """Consumes frames / waits for the socket / unblocked by the driver or its end / produces messages.
+
+    Returns when the driver has closed its end; ``hosted`` has cleaned up.
     """
-
-    def __init__(self, hosted: type[Hosted], log_file: str | None = None) -> None:
-        if log_file is not None:
-            with suppress(OSError):
-                write_output_to(Path(log_file))
-        self._hosted = served = hosted()
-        self._outbox: asyncio.Queue[list[Message]] = asyncio.Queue()
-        self._peer = served.driver = Peer(
-            self._outbox.put_nowait, served, own_state=served.state, on_state=served.take_state
-        )
-        self._early: dict[int, list[Message]] = {}
-        self._next_batch = 0
-
-    async def deliver(self, number: int, messages: list[Message]) -> None:
-        """Take the driver's batch with this number (0, 1, ...); a large batch can be overtaken on its way."""
-        # Batches are delivered in the order of their numbers: a Cancel must not overtake its Call.
-        self._early[number] = messages
-        while (due := self._early.pop(self._next_batch, None)) is not None:
-            self._next_batch += 1
-            self._peer.deliver(due)
-
-    async def next_messages(self) -> list[Message]:
-        """Wait until there is something to tell, and return all of it. One call at a time."""
-        messages = await self._outbox.get()
-        while not self._outbox.empty():
-            messages += self._outbox.get_nowait()
-        return join_items(messages, self._hosted)
-
-    async def stop(self) -> None:
-        """Cancel what runs and clean up."""
-        await self._peer.end("its driver stops it")
-        await self._hosted.stop()
+    peer = host_peer(hosted, lambda messages: writer.write(encode(messages)))
+    try:
+        while True:
+            peer.deliver(await read_frame(reader))
+    except (asyncio.IncompleteReadError, OSError):
+        await peer.end("its driver stops it")
+        await hosted.stop()
 
 
 def join_items(messages: list[Message], hosted: Hosted) -> list[Message]:

@@ -2,11 +2,13 @@
 
     caller ──Call, Cancel──> served object          served object ──Item*, then Result | Failure | Raised──> caller
 
-Both ends may call. ``PeerState`` and ``LastWords`` belong to no call.
+Both ends may call. ``PeerState`` and ``LastWords`` belong to no call. On a socket a batch of messages is a frame: an 8-byte
+big-endian length, and the pickled list. A pickle can run code: both ends are this program.
 """
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import traceback as tracebacks
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from typing import Any
 from skyrl_train import errors
 from skyrl_train.errors import SkyRLError
 from skyrl_train.runtime.pickling import by_position
+
+HEADER_BYTES = 8
 
 
 @by_position
@@ -127,3 +131,20 @@ class LastWords:
 
 
 Message = Call | Cancel | Item | Result | Failure | Raised | PeerState | LastWords
+
+
+def encode(messages: list[Message]) -> bytes:
+    """Return one frame."""
+    payload = pickle.dumps(messages, protocol=pickle.HIGHEST_PROTOCOL)
+    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
+
+
+async def read_frame(reader: asyncio.StreamReader) -> list[Message]:
+    """Return the messages of the next frame.
+
+    Raises:
+        asyncio.IncompleteReadError, OSError: the connection has ended.
+    """
+    size = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
+    messages: list[Message] = pickle.loads(await reader.readexactly(size))
+    return messages

@@ -4,8 +4,6 @@
 
 A child is a new interpreter, or where that is allowed and safe a fork, which has its imports from its parent. It is not
 ``multiprocessing``'s spawned one, which would import the caller's main module again and would outlive a parent that is killed.
-A frame is an 8-byte big-endian length and a pickled batch of messages. A pickle can run code: both ends of the socket are this
-program.
 """
 
 from __future__ import annotations
@@ -30,20 +28,13 @@ from typing import ClassVar
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.runtime.process import gc_paused
-from skyrl_train.workers.connection import OnGone, OnMessages, Peer, WorkerLink
-from skyrl_train.workers.host import Hosted, join_items
-from skyrl_train.workers.messages import Message
+from skyrl_train.workers.connection import OnGone, OnMessages, WorkerLink
+from skyrl_train.workers.host import Hosted, serve
+from skyrl_train.workers.messages import HEADER_BYTES, Message, encode, read_frame
 
 logger = logging.getLogger(__name__)
 
-HEADER_BYTES = 8
 EXIT_LIMIT_S = 1.0  # time between a process closing its socket and its end
-
-
-def encode(messages: list[Message]) -> bytes:
-    """Return one frame."""
-    payload = pickle.dumps(messages, protocol=pickle.HIGHEST_PROTOCOL)
-    return len(payload).to_bytes(HEADER_BYTES, "big") + payload
 
 
 def single_threaded() -> bool:
@@ -164,23 +155,12 @@ def serve_parent(connection: socket.socket, target: str) -> None:
 
 def serve_hosted(channel: SocketChannel, hosted: type[Hosted]) -> None:
     """In the child: serve ``hosted()`` on an event loop, until the parent lets it clean up and end."""
-    asyncio.run(_serve_hosted(channel.connection, hosted()))
 
+    async def served() -> None:
+        reader, writer = await asyncio.open_connection(sock=channel.connection)
+        await serve(reader, writer, hosted())
 
-async def _serve_hosted(connection: socket.socket, hosted: Hosted) -> None:
-    """Consumes frames / waits for the socket / unblocked by the parent or its end / produces messages."""
-    reader, writer = await asyncio.open_connection(sock=connection)
-
-    def transmit(messages: list[Message]) -> None:
-        writer.write(encode(join_items(messages, hosted)))
-
-    peer = hosted.driver = Peer(transmit, hosted, own_state=hosted.state, on_state=hosted.take_state)
-    with suppress(asyncio.IncompleteReadError):
-        while True:
-            size = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
-            peer.deliver(pickle.loads(await reader.readexactly(size)))
-    await peer.end("its driver stops it")
-    await hosted.stop()
+    asyncio.run(served())
 
 
 class ProcessLink(WorkerLink):
@@ -216,8 +196,7 @@ class ProcessLink(WorkerLink):
             """Consumes frames / waits for the socket / unblocked by the child or its end / produces messages."""
             try:
                 while True:
-                    size = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
-                    on_messages(pickle.loads(await reader.readexactly(size)))
+                    on_messages(await read_frame(reader))
             except (asyncio.IncompleteReadError, OSError):
                 code = await asyncio.to_thread(child.wait, EXIT_LIMIT_S)
                 on_gone(f"its process ended with exit code {code}")  # negative: a signal; None: it runs

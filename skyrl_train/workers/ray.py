@@ -1,19 +1,24 @@
 """Hosting in a Ray actor: connecting to a cluster, an actor's resources, and links to actors. Imported only where Ray is used.
 
-Ray pickles messages between its processes, and a pickle can run code: keep the cluster's network private, as Ray asks.
+Ray pickles messages between its processes, and a pickle can run code: keep the cluster's network private, as Ray asks. A call of
+an actor costs the caller about a millisecond. An object that serves many calls at once gets them over a socket; Ray starts it,
+ends it, and says why it has ended.
 Nothing here blocks the event loop: object references are awaited, and the calls of Ray that block run in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # Ray starts its workers with the `uv run ...` that started the driver. Each worker would then install packages into the
@@ -28,16 +33,17 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_train.errors import ConfigError, first_line
-from skyrl_train.runtime.process import in_lasting_thread, keeping_signal_handlers
+from skyrl_train.runtime.process import in_lasting_thread, keeping_signal_handlers, write_output_to
 from skyrl_train.workers.connection import OnGone, OnMessages, StartError, WorkerLink
-from skyrl_train.workers.host import ActorHost, Hosted
-from skyrl_train.workers.messages import Call, Message
+from skyrl_train.workers.host import Hosted, serve
+from skyrl_train.workers.messages import Call, Message, encode, read_frame
 
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 600.0  # default limit of a start, waiting for the cluster's resources included
 CONNECT_LIMIT_S = 5.0  # for a TCP connection to a recorded cluster
 STOP_LIMIT_S = 10.0  # time for an object to clean up before its actor is killed
+EXIT_LIMIT_S = 5.0  # time until Ray says why an actor has ended whose connection has
 
 _connecting = threading.Lock()  # several engines may start at once, each in its own thread
 
@@ -152,8 +158,45 @@ class _ActorLink(WorkerLink):
         )
 
 
+class ActorHost:
+    """The actor of :class:`RayLink`. All methods run on one event loop.
+
+    Args:
+        token: what a connection begins with. Whoever does not know it is not listened to.
+        log_file: for all output of this process, if this machine has its folder.
+    """
+
+    def __init__(self, hosted: type[Hosted], token: bytes, log_file: str | None = None) -> None:
+        if log_file is not None:
+            with suppress(OSError):
+                write_output_to(Path(log_file))
+        self._hosted = hosted()
+        self._token = token
+        self._connected: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+
+    async def listen(self) -> tuple[str, int]:
+        """Return host and port where the driver can connect."""
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with suppress(asyncio.IncompleteReadError, OSError):
+                if hmac.compare_digest(await reader.readexactly(len(self._token)), self._token):
+                    await self._connected.put((reader, writer))
+                    return
+            writer.close()
+
+        self._server = await asyncio.start_server(accept, ray.util.get_node_ip_address(), 0)
+        host, port, *_ = self._server.sockets[0].getsockname()
+        return host, port
+
+    async def serve(self) -> None:
+        """Serve the driver until it closes its end, and clean up."""
+        reader, writer = await self._connected.get()
+        self._server.close()
+        await serve(reader, writer, self._hosted)
+
+
 class RayLink(_ActorLink):
-    """An actor that serves ``hosted()``, on any node of the cluster.
+    """An actor that serves ``hosted()``, on any node of the cluster whose ports this machine reaches.
 
     Raises (``start``):
         ConfigError: Ray cannot be reached or started.
@@ -166,37 +209,57 @@ class RayLink(_ActorLink):
         super().__init__(placement)
         self._hosted = hosted
         self._stop_timeout_s = stop_timeout_s
-        self._sent = 0  # batches; a batch that cannot be pickled has no number
+        self._writer: asyncio.StreamWriter | None = None
+        self._serving: asyncio.Future[None] | None = None
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
+        token = secrets.token_bytes(32)
         try:
-            actor = await self._create(ActorHost, self._hosted, self._placement.log_file)
+            actor = await self._create(ActorHost, self._hosted, token, self._placement.log_file)
             # The first answer of the actor: resources were found and its process has started.
-            await actor.__ray_ready__.remote()
+            host, port = await actor.listen.remote()
         except RayError as error:
             # Ray appends the remote traceback to the message.
             raise StartError(f"its actor ended: {first_line(error)}") from error
+        try:
+            reader, writer = await asyncio.open_connection(host, port)
+        except OSError as error:
+            raise StartError(
+                f"its actor listens at {host}:{port}, which cannot be reached from here: {error}. The machines of a Ray cluster "
+                "need all ports of each other."
+            ) from error
+        self._writer = writer
+        writer.write(token)
+        # Ray knows why an actor has ended, and also that of a node which does not close its connections.
+        serving = self._serving = asyncio.wrap_future(actor.serve.remote().future())
+
+        def ended(serving: asyncio.Future[None]) -> None:
+            writer.transport.abort()
+            if not serving.cancelled():
+                serving.exception()  # asyncio reports one that was never read
+
+        serving.add_done_callback(ended)
 
         async def read() -> None:
-            """Consumes batches of messages / waits for one call of the actor / unblocked by messages or the actor's end /
-            produces answers and calls."""
+            """Consumes frames / waits for the socket / unblocked by the actor or its end / produces messages."""
             try:
                 while True:
-                    # One call waits in the actor at all times; its answer is everything that gathered meanwhile.
-                    on_messages(await actor.next_messages.remote())
-            except RayError as error:
-                on_gone(f"its process has ended ({type(error).__name__}: {first_line(error)})")
-            except Exception as error:  # a bug of ours: nothing listens to the actor any more, as if it were dead
-                logger.exception("messages of an actor cannot be taken")
-                on_gone(repr(error))
+                    on_messages(await read_frame(reader))
+            except (asyncio.IncompleteReadError, OSError):
+                await asyncio.wait([serving], timeout=EXIT_LIMIT_S)
+                error = serving.exception() if serving.done() and not serving.cancelled() else None
+                why = "" if error is None else f" ({type(error).__name__}: {first_line(error)})"
+                on_gone(f"its process has ended{why}")
+            except Exception as error:  # nobody listens to it any more, as if it were dead
+                logger.exception("messages of an actor cannot be read")
+                on_gone(f"its messages cannot be read: {error!r}")
 
         self._reading = asyncio.create_task(read(), name="actor-reader")
 
     def send(self, messages: list[Message]) -> None:
-        if self._actor is not None:
-            self._actor.deliver.remote(self._sent, messages)
-            self._sent += 1
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode(messages))
 
     async def stop(self, graceful: bool) -> None:
         actor, self._actor = self._actor, None
@@ -207,11 +270,15 @@ class RayLink(_ActorLink):
         if actor is None:
             return
         try:
-            if graceful:
-                with suppress(TimeoutError, RayError):  # it may be so stuck that only the kill helps
-                    async with asyncio.timeout(self._stop_timeout_s):
-                        await actor.stop.remote()
+            if graceful and self._writer is not None and self._serving is not None:
+                with suppress(OSError):  # it has just ended
+                    self._writer.write_eof()
+                await asyncio.wait(
+                    [self._serving], timeout=self._stop_timeout_s
+                )  # it may be so stuck that only the kill helps
         finally:
+            if self._writer is not None:
+                self._writer.close()
             await asyncio.to_thread(ray.kill, actor)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import pickle
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from rollout_worlds import output_of
@@ -17,10 +16,9 @@ from skyrl_train.generators.remote.host import GeneratorHost
 from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.inference.requests import GenerationRequest
-from skyrl_train.runtime.concurrency import cancel_within
 from skyrl_train.types import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 from skyrl_train.workers.connection import OnGone, OnMessages, StartError, WorkerLink
-from skyrl_train.workers.host import ActorHost
+from skyrl_train.workers.host import host_peer
 from skyrl_train.workers.messages import Message
 
 said: list[str] = []  # by the generators of this process
@@ -139,10 +137,9 @@ class Beside(WorkerLink):
     may_start: asyncio.Event | None = None  # all of them: starting takes until then
 
     def __init__(self) -> None:
-        self.host = ActorHost(GeneratorHost)
-        self._numbers = itertools.count()
+        self.hosted = GeneratorHost()
+        self._peer = host_peer(self.hosted, self._transmit)
         self._killed = False
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
         self._on_messages, self._on_gone = on_messages, on_gone
@@ -150,28 +147,22 @@ class Beside(WorkerLink):
             await self.may_start.wait()
         if self.refuses:
             raise StartError("there is no room")
-        self._run(self._read())
 
     def send(self, messages: list[Message]) -> None:
-        self._run(self.host.deliver(next(self._numbers), _copied(messages)))
+        asyncio.get_running_loop().call_soon(self._peer.deliver, _copied(messages))
 
     async def stop(self, graceful: bool) -> None:
         if graceful:
-            await self.host.stop()
-        await cancel_within(self._tasks, 1.0)
+            await self._peer.end("its driver stops it")
+            await self.hosted.stop()
 
     def kill(self) -> None:
         self._killed = True
         self._on_gone("it was killed")
 
-    async def _read(self) -> None:
-        while not self._killed:
-            self._on_messages(_copied(await self.host.next_messages()))
-
-    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _transmit(self, messages: list[Message]) -> None:
+        if not self._killed:
+            asyncio.get_running_loop().call_soon(self._on_messages, _copied(messages))
 
 
 def _copied(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import pickle
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +13,7 @@ from scripted import settle
 
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError, SkyRLError
 from skyrl_train.workers.connection import OnGone, OnMessages, Peer, StartError, WorkerConnection, WorkerLink
-from skyrl_train.workers.host import ActorHost, Hosted
+from skyrl_train.workers.host import Hosted, host_peer
 from skyrl_train.workers.messages import LastWords, Message
 
 
@@ -93,36 +92,30 @@ class LocalLink(WorkerLink):
     """A host in this process; batches are pickled on their way."""
 
     def __init__(self, refuse: str = "") -> None:
-        self.host = ActorHost(Obedient)
-        self.object = self.host._hosted
+        self.object = Obedient()
+        self.peer = host_peer(self.object, self._transmit)
         self.refuse = refuse
         self.stops: list[bool] = []
-        self._numbers = itertools.count()
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, on_messages: OnMessages, on_gone: OnGone) -> None:
         if self.refuse:
             raise StartError(self.refuse)
         self.on_messages, self.die = on_messages, on_gone
-        self._tasks.append(asyncio.create_task(self._read()))
 
     def send(self, messages: list[Message]) -> None:
-        copy = pickle.loads(pickle.dumps(messages))
-        self._tasks.append(asyncio.create_task(self.host.deliver(next(self._numbers), copy)))
+        asyncio.get_running_loop().call_soon(self.peer.deliver, pickle.loads(pickle.dumps(messages)))
 
     async def stop(self, graceful: bool) -> None:
         self.stops.append(graceful)
         if graceful:
-            await self.host.stop()
-        for task in self._tasks:
-            task.cancel()
+            await self.peer.end("its driver stops it")
+            await self.object.stop()
 
     async def diagnosis(self) -> str:
         return "It asks for the moon."
 
-    async def _read(self) -> None:
-        while True:
-            self.on_messages(pickle.loads(pickle.dumps(await self.host.next_messages())))
+    def _transmit(self, messages: list[Message]) -> None:
+        asyncio.get_running_loop().call_soon(self.on_messages, pickle.loads(pickle.dumps(messages)))
 
 
 def connect(link: LocalLink, **options: Any) -> WorkerConnection:

@@ -34,8 +34,9 @@ from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
-from skyrl_train.workers.host import ActorHost, Hosted, join_items
-from skyrl_train.workers.messages import Call, Cancel, Failure, Item, Message, PeerState, Result
+from skyrl_train.workers.connection import Peer
+from skyrl_train.workers.host import host_peer, join_items
+from skyrl_train.workers.messages import Call, Cancel, Failure, Item, LastWords, Message, PeerState, Result
 
 pytest.importorskip("ray")
 from ray_worlds import FAR, RayNodes
@@ -91,29 +92,6 @@ def test_a_joined_chunk_ends_the_stream_and_keeps_its_alternatives() -> None:
     assert item == Item(1, TokenChunk([1, 2], [-1.0, -2.0], [0, 1], "stop", [[(1, -1.0)], [(2, -2.0)]], 16))
 
 
-class Noting(Hosted):
-    """Remembers in which order its methods were called."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    async def note(self, number: int) -> None:
-        self.seen.append(number)
-
-
-@given(st.permutations(range(8)))
-def test_batches_that_overtake_each_other_are_put_in_order(order: list[int]) -> None:
-    async def seen() -> list[int]:
-        host = ActorHost(Noting)
-        for number in order:
-            await host.deliver(number, [Call(number, "note", (number,))])
-        await settle()
-        assert isinstance(host._hosted, Noting)
-        return host._hosted.seen
-
-    assert asyncio.run(seen()) == list(range(8))
-
-
 def test_errors_cross_the_border_under_their_own_class() -> None:
     error = Failure.of(3, RequestError("too long")).error(EngineError, "the hosted engine")
     assert (type(error), str(error)) == (RequestError, "too long")
@@ -123,33 +101,28 @@ def test_errors_cross_the_border_under_their_own_class() -> None:
     assert (type(made_of_more), str(made_of_more)) == (EngineError, "the hosted engine raised QuotaError: later")
 
 
-async def scripted_host() -> tuple[ActorHost, ScriptedEngine]:
-    host = ActorHost(EngineHost)
-    await host.deliver(0, [Call(0, "start", ("test_ray_engine:ScriptedEngine", {}))])
-    assert [type(message) for message in await host.next_messages()] == [PeerState, Result]
-    assert isinstance(host._hosted, EngineHost) and isinstance(host._hosted._engine, ScriptedEngine)
-    return host, host._hosted._engine
+async def scripted_host() -> tuple[Peer, ScriptedEngine, list[Message]]:
+    """The host's end of a connection, its engine, and what it sends from now on."""
+    hosted, sent = EngineHost(), list[Message]()
+    peer = host_peer(hosted, sent.extend)
+    peer.deliver([Call(0, "start", ("test_ray_engine:ScriptedEngine", {}))])
+    await settle()
+    assert [type(message) for message in sent] == [PeerState, Result]
+    sent.clear()
+    assert isinstance(hosted._engine, ScriptedEngine)
+    return peer, hosted._engine, sent
 
 
 @on_the_modules_loop
 async def test_a_cancelled_call_leaves_nothing_in_the_engine_and_no_answer() -> None:
-    host, engine = await scripted_host()
-    await host.deliver(1, [Call(1, "generate", (request(),)), Call(2, "stream", (request(),)), Call(3, "health")])
+    peer, engine, sent = await scripted_host()
+    peer.deliver([Call(1, "generate", (request(),)), Call(2, "stream", (request(),)), Call(3, "health")])
     await settle()
     assert len(engine.running) == 2
-    await host.deliver(2, [Cancel(1), Cancel(2)])
+    peer.deliver([Cancel(1), Cancel(2), Call(4, "generate", (request(),)), Cancel(4)])  # the last before it has begun
     await settle()
     assert engine.running == []
-    assert [message.id for message in await host.next_messages() if not isinstance(message, PeerState)] == [3]
-
-
-@on_the_modules_loop
-async def test_a_call_can_be_cancelled_before_it_arrives() -> None:
-    host, engine = await scripted_host()
-    await host.deliver(2, [Cancel(1)])
-    await host.deliver(1, [Call(1, "generate", (request(),))])
-    await settle()
-    assert engine.running == []
+    assert [message.id for message in sent if not isinstance(message, PeerState | LastWords)] == [3]
 
 
 # In a cluster of two nodes on this machine, and in a child process -----------------------------------------------------
