@@ -34,9 +34,20 @@ from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
-from skyrl_train.workers.connection import Peer
+from skyrl_train.workers.connection import Peer, StartError
 from skyrl_train.workers.host import host_peer, join_items
-from skyrl_train.workers.messages import Call, Cancel, Failure, Item, LastWords, Message, PeerState, Result
+from skyrl_train.workers.messages import (
+    Call,
+    Cancel,
+    Failure,
+    Item,
+    LastWords,
+    Message,
+    PeerState,
+    Result,
+    encode,
+    read_frame,
+)
 
 pytest.importorskip("ray")
 from ray_worlds import FAR, RayNodes
@@ -123,6 +134,43 @@ async def test_a_cancelled_call_leaves_nothing_in_the_engine_and_no_answer() -> 
     await settle()
     assert engine.running == []
     assert [message.id for message in sent if not isinstance(message, PeerState | LastWords)] == [3]
+
+
+@on_the_modules_loop
+async def test_an_actor_serves_only_who_knows_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_ray.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    host = workers_ray.ActorHost(EngineHost, b"secret")
+    address = await host.listen()
+    serving = asyncio.create_task(host.serve())
+    for other in (b"secre!", b"sec"):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(other + encode([Call(1, "health")]))
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"secret" + encode([Call(1, "start", ("test_ray_engine:ScriptedEngine", {}))]))
+    assert [type(message) for message in await read_frame(reader)] == [PeerState, Result]
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*address)
+    writer.write_eof()
+    await serving
+    writer.close()
+
+
+@on_the_modules_loop
+async def test_an_actor_that_cannot_be_reached_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def elsewhere() -> tuple[str, int]:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            return closed.getsockname()  # type: ignore[no-any-return]
+
+    async def create(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(listen=SimpleNamespace(remote=elsewhere))
+
+    link = workers_ray.RayLink(EngineHost, RayPlacement())
+    monkeypatch.setattr(link, "_create", create)
+    with pytest.raises(StartError, match=r"127\.0\.0\.1:\d+.*cannot be reached.*all ports"):
+        await link.start(lambda messages: None, lambda reason: None)
 
 
 # In a cluster of two nodes on this machine, and in a child process -----------------------------------------------------
