@@ -56,8 +56,8 @@ RAY_RELAY_BYTES_S = 0.6e9  # to an engine in Ray on another node by shared_memor
 SLEEP_S, WAKE_S = 0.04, 0.2  # vLLM's engines in turns with the trainer
 # Processor seconds of the control process for a turn through the endpoint and for each of its tokens, with the endpoint in that
 # process or in rollout actors; for a trajectory: benchmarks/control_scale.py
-ENDPOINT_TURN, ACTORS_TURN = (3.6e-3, 11e-6), (2.2e-3, 5.4e-6)
-TRAJECTORY_S = 1.2e-3
+ENDPOINT_TURN, ACTORS_TURN = (2.3e-3, 11.5e-6), (0.9e-3, 1.2e-6)
+TRAJECTORY_S = 0.8e-3
 CONTROL_LIMIT = 0.6  # of a core; above it, requests wait for each other
 ENGINE_OWN_BYTES = 2 * _GIB  # of vLLM's share: activations of a prefill, context
 ASLEEP_BYTES = int(1.8 * _GIB)  # of both processes' contexts and CUDA graphs while an engine sleeps

@@ -258,9 +258,9 @@ def test_the_slower_half_is_the_bottleneck() -> None:
 
 
 def test_the_plan_says_what_the_control_process_has_to_do_and_who_could_do_it() -> None:
-    engines, shares = split("0.5B", 2, 6), list[float]()
+    engines, shares = split("0.5B", 4, 4), list[float]()
     for overrides, remedy in [(engines, "rollout.num_actors"), ([*engines, "rollout.num_actors=4"], "wait for it")]:
-        step = plan_on("8xH100", *overrides, response_tokens=512).step
+        step = plan_on("8xH100", *overrides, response_tokens=64).step
         assert step is not None
         shares.append(step.control_share)
         assert f"busy for {step.control_share:.0%} of the time" in step.control
