@@ -1,4 +1,4 @@
-"""Hosting in a thread of this process: starts at once, but shares the interpreter lock."""
+"""Hosting in a thread of this process: starts at once, but shares the interpreter lock. It ends with its driver's event loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import suppress
 from skyrl_train.config.import_path import import_name
 from skyrl_train.workers.connection import OnGone, OnMessages, WorkerLink
 from skyrl_train.workers.messages import Message
+
+LOOK_S = 1.0  # between looks whether the driver's loop is closed: nobody tells a thread, and an idle one would keep the process
 
 
 class ThreadLink(WorkerLink):
@@ -67,8 +69,8 @@ class _ThreadChannel:
 
     def receive(self, block: bool) -> list[Message]:
         with self.changed:
-            if block:
-                self.changed.wait_for(lambda: self.inbox or self.closed)
+            while block and not self.changed.wait_for(lambda: self.inbox or self.closed, LOOK_S):
+                self.closed = self.loop.is_closed()
             # Closed wins over messages that still wait: the driver does not read answers any more.
             if self.closed:
                 raise EOFError

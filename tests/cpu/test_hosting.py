@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 from scripted import settle
 
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError, SkyRLError
+from skyrl_train.workers import thread as thread_module
 from skyrl_train.workers.connection import OnGone, OnMessages, Peer, StartError, WorkerConnection, WorkerLink
 from skyrl_train.workers.host import Hosted, host_peer
 from skyrl_train.workers.messages import LastWords, Message
+from skyrl_train.workers.thread import ThreadLink
 
 
 class Obedient(Hosted):
@@ -287,3 +289,18 @@ async def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
     link.die("killed")
     with pytest.raises(EngineDeadError, match="gone: killed"):
         await starting
+
+
+def receive_for_ever(channel: Any) -> None:
+    with suppress(EOFError):
+        while True:
+            channel.receive(block=True)
+
+
+def test_a_thread_whose_driver_forgot_to_stop_it_ends_with_the_drivers_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_module, "LOOK_S", 0.01)
+    link = ThreadLink("test_hosting:receive_for_ever", name="forgotten")
+    asyncio.run(link.start(lambda messages: None, lambda reason: None))
+    assert link._thread is not None
+    link._thread.join(300)
+    assert not link._thread.is_alive()
