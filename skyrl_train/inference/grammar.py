@@ -323,13 +323,19 @@ def _followed(schema: Any, strict: bool) -> Any:
     return followed
 
 
-def after_reasoning(structured: StructuredOutput, closing: str, token: int | None) -> StructuredOutput:
+def after_reasoning(
+    structured: StructuredOutput, closing: str, token: int | None, opening: int | None = None
+) -> StructuredOutput:
     """Return a grammar that allows free text up to the mark ``closing``, and then ``structured``.
 
     Args:
         token: the mark's. None: the mark is spelt out. Nothing could tell it from the text before it, so there is no such text.
+        opening: the token of the opening mark, if the response may begin with it, or else with ``structured``. None: the
+            prompt has opened the reasoning.
     """
     reasoning = json.dumps(closing + "\n\n") if token is None else f"REASONING? <[{token}]> LINES?"
+    if opening is not None:
+        reasoning = f"(<[{opening}]> {reasoning})?"
     text = f"start: {reasoning} answer\nanswer: {_rules(structured)}"
     if token is not None:
         text += "\nREASONING: /(.|\\n)+/\nLINES: /\\n+/"

@@ -21,6 +21,7 @@ from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.endpoint.sessions.store import SessionStore
 from skyrl_train.errors import ConfigError, GrammarError
 from skyrl_train.inference.chat.formats import _arguments_schema
+from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.requests import AssistantMessage
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import InferenceEngineClient
@@ -261,6 +262,26 @@ def test_reasoning_that_the_prompt_opens_is_free_and_the_grammar_holds_behind_it
     assert renderer.guided(asked, [1, 2]) == asked, "nothing was opened"
 
 
+def test_a_model_that_is_asked_to_think_may_open_its_reasoning_itself() -> None:
+    renderer, tokenizer = chat_renderer(QWEN), chat_tokenizer(QWEN)
+    opening, closing = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    prompt = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    asked = renderer.guided(renderer.forced_call(TOOLS), prompt, template_kwargs={"enable_thinking": True})
+    thought = set()
+    for seed in range(8):
+        message = spoken(QWEN, asked, seed, prompt, force=closing)
+        assert len(message.tool_calls) == 1 and message.content == ""
+        thought.add(bool(message.reasoning_content))
+    assert thought == {True, False}
+    matcher = Grammars(tokenizer, PreTrainedConfig(vocab_size=len(tokenizer))).matcher(asked)
+    assert np.unpackbits(matcher.mask, bitorder="little")[opening]
+    for kwargs, prefill in [({}, ""), ({"enable_thinking": False}, ""), ({"enable_thinking": True}, "It")]:
+        call = renderer.forced_call(TOOLS)
+        assert renderer.guided(call, prompt, prefill, kwargs) == call
+    always = ChatRenderer(tokenizer, "", template_kwargs={"enable_thinking": True})
+    assert always.guided(always.forced_call(TOOLS), prompt) == asked
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -385,6 +406,17 @@ async def test_a_chat_with_tools_and_a_format_is_an_answer_or_a_call(http: httpx
     assert reasons == {"stop", "tool_calls"}
     (choice,) = (await posted(http, "/v1/chat/completions", {**body, "tool_choice": "none"}))["choices"]
     assert json.loads(choice["message"]["content"]) == {"answer": 1}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_thinking_that_a_request_enables_may_come_before_a_forced_call(http: httpx.AsyncClient) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "tool_choice": "required", "max_tokens": 40}
+    thoughts = {}
+    for enabled in (True, False):
+        body["chat_template_kwargs"] = {"enable_thinking": enabled}
+        answers = [await posted(http, "/v1/chat/completions", {**body, "seed": seed}) for seed in range(8)]
+        thoughts[enabled] = sum(bool(answer["choices"][0]["message"].get("reasoning_content")) for answer in answers)
+    assert 0 < thoughts[True] < 8 and thoughts[False] == 0
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:

@@ -380,14 +380,29 @@ class ChatRenderer:
         return either(structured, self.forced_call(lenient))
 
     def guided(
-        self, structured: StructuredOutput, prompt_token_ids: Sequence[int], prefill: str = ""
+        self,
+        structured: StructuredOutput,
+        prompt_token_ids: Sequence[int],
+        prefill: str = "",
+        template_kwargs: Mapping[str, Any] = _NO_KWARGS,
     ) -> StructuredOutput:
-        """Return the grammar of a response: free reasoning, where the prompt has opened it, and then ``structured``."""
+        """Return the grammar of a response: free reasoning, and then ``structured``.
+
+        There is reasoning where the prompt has opened it. With ``enable_thinking`` in the arguments of the template, a model
+        that writes the opening mark itself (Qwen3) may also begin with it. Without, it may not: a model that was never trained
+        to think would prefer the mark to an answer that it finds unlikely.
+        """
         form = self._format or MessageFormat()
-        if form.reasoning is None or not self._reasoning_open(form, prompt_token_ids, prefill):
+        if form.reasoning is None:
             return structured
-        closing = form.reasoning[1]
-        return after_reasoning(structured, closing, self._token_ids.get(closing))
+        opening, closing = form.reasoning
+        token = self._token_ids.get(closing)
+        if self._reasoning_open(form, prompt_token_ids, prefill):
+            return after_reasoning(structured, closing, token)
+        thinks = {**self._template_kwargs, **template_kwargs}.get("enable_thinking")
+        if thinks and not prefill and token is not None and opening in self._token_ids:
+            return after_reasoning(structured, closing, token, self._token_ids[opening])
+        return structured
 
     @cached_property
     def _format(self) -> MessageFormat | None:

@@ -276,7 +276,7 @@ class ChatService:
             return params
         if tools and request.tool_choice == "auto":
             structured = self.renderer.answer_or_call(structured, tools)
-        structured = self.renderer.guided(structured, prompt_token_ids, request.prefill)
+        structured = self.renderer.guided(structured, prompt_token_ids, request.prefill, request.template_kwargs)
         # Rules of a call are numbered as the tools in it.
         places = {f"arguments_{n}": f"tools[{request.tools.index(tool)}]" for n, tool in enumerate(tools)}
         await check_grammar(structured, request.grammar_field or "tools", places)
