@@ -21,6 +21,7 @@ from skyrl_train.config.schema import (
 from skyrl_train.config.validate import raise_errors, validate
 
 _MIB = 2**20
+_WEIGHTED_SUM = "skyrl_train.rollout.stages.reward:WeightedSum"
 Rows = list[tuple[str, str]]  # facts by name
 
 
@@ -315,7 +316,7 @@ def _sample_rows(config: RunConfig) -> Rows:
     if reward.function is None:
         return [*rows, ("reward", f"by {judge}")]
     parts = reward.kwargs.get("functions")
-    summed = reward.function.endswith(":WeightedSum") and isinstance(parts, list)
+    summed = reward.function == _WEIGHTED_SUM and isinstance(parts, list)
     by = f"the sum of {', '.join(map(_with_place, parts))}" if summed and parts else _with_place(reward.function)
     return [*rows, ("reward", f"by {by}, in place of {judge}'s")]
 

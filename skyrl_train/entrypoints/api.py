@@ -79,8 +79,8 @@ def train(
     """Train, and return the run. Blocks until training has ended; works in a script and in a notebook cell.
 
     A run that was interrupted continues when the same call is made again: a function is recognised by its name, a lambda by its
-    code. In the main thread Ctrl-C (in a notebook:
-    interrupting the kernel) stops the run after its current step, with a checkpoint.
+    code. In the main thread Ctrl-C (in a notebook: interrupting the kernel) stops the run after its current step, with a
+    checkpoint.
 
     Args:
         recipe_or_config: a recipe's name, the path of a yaml file, or a configuration from ``compose``. None: with ``model``, the

@@ -355,7 +355,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         for number, (_, busy_s) in self._busy.items():
             then, busy_then = seen.get(number, (now, 0.0))
             if now > then:
-                # Time can only be taken back by a restart, which begins at zero.
+                # An engine that was started again counts from zero.
                 busy_shares.append(min(1.0, max(0.0, busy_s - busy_then) / (now - then)))
         for (number, record), health in zip(records.items(), healths, strict=True):
             self.events.record(

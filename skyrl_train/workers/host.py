@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skyrl_train.workers.connection import Peer
-from skyrl_train.workers.messages import Item, Message, encode, read_frame
+from skyrl_train.workers.messages import Item, Message, encode, frames
 
 
 class Hosted:
@@ -36,7 +36,11 @@ class Hosted:
 
 
 def host_peer(hosted: Hosted, transmit: Callable[[list[Message]], None]) -> Peer:
-    """Return the host's end of a connection, which serves ``hosted``."""
+    """Return the host's end of a connection, which serves ``hosted``.
+
+    Args:
+        transmit: sends a batch of messages to the driver; it must not block.
+    """
     hosted.driver = Peer(
         lambda messages: transmit(join_items(messages, hosted)),
         hosted,
@@ -52,12 +56,10 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host
     Returns when the driver has closed its end; ``hosted`` has cleaned up.
     """
     peer = host_peer(hosted, lambda messages: writer.write(encode(messages)))
-    try:
-        while True:
-            peer.deliver(await read_frame(reader))
-    except (asyncio.IncompleteReadError, OSError):
-        await peer.end("its driver stops it")
-        await hosted.stop()
+    async for messages in frames(reader):
+        peer.deliver(messages)
+    await peer.end("its driver stops it")
+    await hosted.stop()
 
 
 def join_items(messages: list[Message], hosted: Hosted) -> list[Message]:

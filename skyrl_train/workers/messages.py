@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import traceback as tracebacks
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,12 +140,12 @@ def encode(messages: list[Message]) -> bytes:
     return len(payload).to_bytes(HEADER_BYTES, "big") + payload
 
 
-async def read_frame(reader: asyncio.StreamReader) -> list[Message]:
-    """Return the messages of the next frame.
-
-    Raises:
-        asyncio.IncompleteReadError, OSError: the connection has ended.
-    """
-    size = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
-    messages: list[Message] = pickle.loads(await reader.readexactly(size))
-    return messages
+async def frames(reader: asyncio.StreamReader) -> AsyncIterator[list[Message]]:
+    """Yield the messages of each frame, until the connection has ended."""
+    while True:
+        try:
+            size = int.from_bytes(await reader.readexactly(HEADER_BYTES), "big")
+            payload = await reader.readexactly(size)
+        except (asyncio.IncompleteReadError, OSError):
+            return
+        yield pickle.loads(payload)

@@ -30,7 +30,7 @@ from skyrl_train.config.import_path import import_name
 from skyrl_train.runtime.process import gc_paused
 from skyrl_train.workers.connection import OnGone, OnMessages, WorkerLink
 from skyrl_train.workers.host import Hosted, serve
-from skyrl_train.workers.messages import HEADER_BYTES, Message, encode, read_frame
+from skyrl_train.workers.messages import HEADER_BYTES, Message, encode, frames
 
 logger = logging.getLogger(__name__)
 
@@ -195,14 +195,14 @@ class ProcessLink(WorkerLink):
         async def read() -> None:
             """Consumes frames / waits for the socket / unblocked by the child or its end / produces messages."""
             try:
-                while True:
-                    on_messages(await read_frame(reader))
-            except (asyncio.IncompleteReadError, OSError):
-                code = await asyncio.to_thread(child.wait, EXIT_LIMIT_S)
-                on_gone(f"its process ended with exit code {code}")  # negative: a signal; None: it runs
+                async for messages in frames(reader):
+                    on_messages(messages)
             except Exception as error:  # nobody listens to it any more, as if it were dead
                 logger.exception("messages of a process cannot be read")
                 on_gone(f"its messages cannot be read: {error!r}")
+                return
+            code = await asyncio.to_thread(child.wait, EXIT_LIMIT_S)
+            on_gone(f"its process ended with exit code {code}")  # negative: a signal; None: it runs
 
         self._reading = asyncio.create_task(read(), name="worker-reader")
 

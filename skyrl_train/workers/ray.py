@@ -1,8 +1,8 @@
 """Hosting in a Ray actor: connecting to a cluster, an actor's resources, and links to actors. Imported only where Ray is used.
 
-Ray pickles messages between its processes, and a pickle can run code: keep the cluster's network private, as Ray asks. A call of
-an actor costs the caller about a millisecond. An object that serves many calls at once gets them over a socket; Ray starts it,
-ends it, and says why it has ended.
+Ray pickles messages between its processes, and a pickle can run code: keep the cluster's network private, as Ray asks.
+A call of an actor costs the caller about a millisecond, so an object that serves many calls at once gets them over a socket. Ray
+starts it, ends it, and says why it has ended.
 Nothing here blocks the event loop: object references are awaited, and the calls of Ray that block run in threads.
 """
 
@@ -36,7 +36,7 @@ from skyrl_train.errors import ConfigError, first_line
 from skyrl_train.runtime.process import in_lasting_thread, keeping_signal_handlers, write_output_to
 from skyrl_train.workers.connection import OnGone, OnMessages, StartError, WorkerLink
 from skyrl_train.workers.host import Hosted, serve
-from skyrl_train.workers.messages import Call, Message, encode, read_frame
+from skyrl_train.workers.messages import Call, Message, encode, frames
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class ActorHost:
     """The actor of :class:`RayLink`. All methods run on one event loop.
 
     Args:
-        token: what a connection begins with. Whoever does not know it is not listened to.
+        token: the first bytes of the driver's connection. A connection without them is closed.
         log_file: for all output of this process, if this machine has its folder.
     """
 
@@ -172,6 +172,7 @@ class ActorHost:
                 write_output_to(Path(log_file))
         self._hosted = hosted()
         self._token = token
+        self._server: asyncio.Server | None = None
         self._connected: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
 
     async def listen(self) -> tuple[str, int]:
@@ -191,6 +192,7 @@ class ActorHost:
     async def serve(self) -> None:
         """Serve the driver until it closes its end, and clean up."""
         reader, writer = await self._connected.get()
+        assert self._server is not None, "listen() was called"
         self._server.close()
         await serve(reader, writer, self._hosted)
 
@@ -231,7 +233,7 @@ class RayLink(_ActorLink):
             ) from error
         self._writer = writer
         writer.write(token)
-        # Ray knows why an actor has ended, and also that of a node which does not close its connections.
+        # Ray knows why an actor has ended. It also notices the end of a machine, which does not close its connections.
         serving = self._serving = asyncio.wrap_future(actor.serve.remote().future())
 
         def ended(serving: asyncio.Future[None]) -> None:
@@ -244,16 +246,16 @@ class RayLink(_ActorLink):
         async def read() -> None:
             """Consumes frames / waits for the socket / unblocked by the actor or its end / produces messages."""
             try:
-                while True:
-                    on_messages(await read_frame(reader))
-            except (asyncio.IncompleteReadError, OSError):
-                await asyncio.wait([serving], timeout=EXIT_LIMIT_S)
-                error = serving.exception() if serving.done() and not serving.cancelled() else None
-                why = "" if error is None else f" ({type(error).__name__}: {first_line(error)})"
-                on_gone(f"its process has ended{why}")
+                async for messages in frames(reader):
+                    on_messages(messages)
             except Exception as error:  # nobody listens to it any more, as if it were dead
                 logger.exception("messages of an actor cannot be read")
                 on_gone(f"its messages cannot be read: {error!r}")
+                return
+            await asyncio.wait([serving], timeout=EXIT_LIMIT_S)
+            cause = serving.exception() if serving.done() and not serving.cancelled() else None
+            why = "" if cause is None else f" ({type(cause).__name__}: {first_line(cause)})"
+            on_gone(f"its process has ended{why}")
 
         self._reading = asyncio.create_task(read(), name="actor-reader")
 
@@ -273,9 +275,8 @@ class RayLink(_ActorLink):
             if graceful and self._writer is not None and self._serving is not None:
                 with suppress(OSError):  # it has just ended
                     self._writer.write_eof()
-                await asyncio.wait(
-                    [self._serving], timeout=self._stop_timeout_s
-                )  # it may be so stuck that only the kill helps
+                # It may be so stuck that only the kill helps.
+                await asyncio.wait([self._serving], timeout=self._stop_timeout_s)
         finally:
             if self._writer is not None:
                 self._writer.close()

@@ -10,7 +10,8 @@ from skyrl_train.config.import_path import import_name
 from skyrl_train.workers.connection import OnGone, OnMessages, WorkerLink
 from skyrl_train.workers.messages import Message
 
-LOOK_S = 1.0  # between looks whether the driver's loop is closed: nobody tells a thread, and an idle one would keep the process
+# Seconds between two looks at the driver's loop: its end is not told, and an idle thread would keep the process alive.
+LOOK_S = 1.0
 
 
 class ThreadLink(WorkerLink):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import ctypes
 import dataclasses
 import os
@@ -46,10 +47,11 @@ from skyrl_train.workers.messages import (
     PeerState,
     Result,
     encode,
-    read_frame,
+    frames,
 )
 
 pytest.importorskip("ray")
+from ray.exceptions import RayError
 from ray_worlds import FAR, RayNodes
 
 from skyrl_train.inference.engines.proxy import EngineHost, EngineProxy, ProcessEngine
@@ -150,7 +152,7 @@ async def test_an_actor_serves_only_who_knows_its_token(monkeypatch: pytest.Monk
         writer.close()
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"secret" + encode([Call(1, "start", ("test_ray_engine:ScriptedEngine", {}))]))
-    assert [type(message) for message in await read_frame(reader)] == [PeerState, Result]
+    assert [type(message) for message in await anext(aiter(frames(reader)))] == [PeerState, Result]
     with pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection(*address)
     writer.write_eof()
@@ -171,6 +173,33 @@ async def test_an_actor_that_cannot_be_reached_fails_the_start(monkeypatch: pyte
     monkeypatch.setattr(link, "_create", create)
     with pytest.raises(StartError, match=r"127\.0\.0\.1:\d+.*cannot be reached.*all ports"):
         await link.start(lambda messages: None, lambda reason: None)
+
+
+@on_the_modules_loop
+async def test_the_end_of_a_machine_that_closes_no_connection_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def keep_open(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(keep_open, "127.0.0.1", 0)
+    serving: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    async def listen() -> Any:
+        return server.sockets[0].getsockname()
+
+    async def create(*_: object) -> SimpleNamespace:
+        reference = SimpleNamespace(future=lambda: serving)
+        return SimpleNamespace(listen=SimpleNamespace(remote=listen), serve=SimpleNamespace(remote=lambda: reference))
+
+    link, gone = workers_ray.RayLink(EngineHost, RayPlacement()), asyncio.Future[str]()
+    monkeypatch.setattr(link, "_create", create)
+    async with server:
+        await link.start(lambda messages: None, gone.set_result)
+        await settle()
+        assert not gone.done()
+        serving.set_exception(RayError("the node is dead"))
+        assert await gone == "its process has ended (RayError: the node is dead)"
+        await link.stop(graceful=False)
 
 
 # In a cluster of two nodes on this machine, and in a child process -----------------------------------------------------

@@ -69,6 +69,16 @@ def as_list(value: Any, theirs: Theirs) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
+def unless_none(value: Any, theirs: Theirs) -> Any:
+    """Keep the value; None leaves ours."""
+    return UNSET if value is None else value
+
+
+def list_unless_none(value: Any, theirs: Theirs) -> Any:
+    """Convert a single value to a list of it; None leaves ours."""
+    return UNSET if value is None else as_list(value, theirs)
+
+
 def data_files(value: Any, theirs: Theirs) -> list[str]:
     """Convert a path or paths to a list, with ``~`` expanded."""
     return [str(Path(path).expanduser()) if str(path).startswith("~") else path for path in as_list(value, theirs)]
@@ -115,3 +125,8 @@ def resumed(path: str, mode: str, mode_value: str) -> list[Setting]:
 def mapped_values(values: Mapping[Any, Any]) -> Callable[[Any, Theirs], Any]:
     """Return a conversion of the values in ``values``. Other values stay."""
     return lambda value, theirs: values.get(value, value)
+
+
+def known_values(values: Mapping[Any, Any], reason: str) -> Callable[[Any, Theirs], Any]:
+    """Return a conversion of the values in ``values``. Other values have no counterpart, for ``reason``."""
+    return lambda value, theirs: values.get(value, Without(reason))

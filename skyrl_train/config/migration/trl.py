@@ -12,8 +12,11 @@ from skyrl_train.config.migration.table import (
     Theirs,
     Without,
     as_list,
+    known_values,
+    list_unless_none,
     mapped_values,
     other_names,
+    unless_none,
     without,
 )
 
@@ -31,10 +34,6 @@ _REDUCTIONS = {
     "bnpo": "token_mean",
     "dr_grpo": "seq_mean_token_sum_norm",
 }
-
-
-def _given(value: Any, theirs: Theirs) -> Any:
-    return UNSET if value is None else value
 
 
 def _dtype(value: Any, theirs: Theirs) -> Any:
@@ -59,7 +58,7 @@ def _reduction(value: Any, theirs: Theirs) -> Any:
 def _clip_high(value: Any, theirs: Theirs) -> Any:
     if theirs.get("loss_type") == "cispo":
         return UNSET
-    return _given(theirs.get("epsilon_high") or value, theirs)
+    return unless_none(theirs.get("epsilon_high") or value, theirs)
 
 
 def _cispo_high(value: Any, theirs: Theirs) -> Any:
@@ -212,14 +211,15 @@ _SETTINGS: list[Setting] = [
         _loss,
     ),
     Setting("delta", "trainer.algorithm.policy_loss_type", "dual_clip", UNSET, _loss),
-    Setting("delta", "trainer.algorithm.clip_ratio_c", "", UNSET, _given),
+    Setting("delta", "trainer.algorithm.clip_ratio_c", "", UNSET, unless_none),
     Setting(
         "scale_rewards",
         "trainer.algorithm.grpo_norm_by_std",
         "group, true: true; none, false: false",
         UNSET,
-        lambda value, theirs: {"group": True, True: True, "none": False, False: False}.get(
-            value, Without("trainer.algorithm.advantage_batch_normalize divides by the deviation of a minibatch")
+        known_values(
+            {"group": True, True: True, "none": False, False: False},
+            "trainer.algorithm.advantage_batch_normalize divides by the deviation of a minibatch",
         ),
     ),
     Setting("use_vllm", f"{_ENGINE}.backend", "true: vllm; false: embedded", UNSET, _backend),
@@ -237,7 +237,7 @@ _SETTINGS: list[Setting] = [
     Setting("max_staleness", "trainer.fully_async.max_staleness_steps"),
     Setting("max_staleness", "trainer.fully_async.staleness_policy", "drop", UNSET, lambda value, theirs: "drop"),
     Setting("max_staleness", "trainer.mode", "fully_async", UNSET, lambda value, theirs: "fully_async"),
-    Setting("token_budget", "trainer.micro_batch_tokens", "", UNSET, _given),
+    Setting("token_budget", "trainer.micro_batch_tokens", "", UNSET, unless_none),
     *[
         Setting(
             f"adam_beta{number}",
@@ -255,7 +255,7 @@ _SETTINGS: list[Setting] = [
         UNSET,
         lambda value, theirs: UNSET if str(value).startswith("adamw") else Without("the optimizer is AdamW"),
     ),
-    Setting("tf32", "trainer.tf32", "", UNSET, _given),
+    Setting("tf32", "trainer.tf32", "", UNSET, unless_none),
     Setting("use_cpu", "trainer.device", "true: cpu", UNSET, lambda value, theirs: "cpu" if value else UNSET),
     *[
         Setting(
@@ -286,7 +286,7 @@ _SETTINGS: list[Setting] = [
         "trainer.policy.model.lora.target_modules",
         "",
         UNSET,
-        lambda value, theirs: UNSET if value is None else as_list(value, theirs),
+        list_unless_none,
     ),
     Setting(
         "dataset_name",
@@ -310,7 +310,7 @@ _SETTINGS: list[Setting] = [
         UNSET,
         mapped_values({True: "shuffle", False: "sequential"}),
     ),
-    Setting("num_generations_eval", "trainer.eval.n_samples_per_prompt", "", UNSET, _given),
+    Setting("num_generations_eval", "trainer.eval.n_samples_per_prompt", "", UNSET, unless_none),
     Setting(
         "max_tool_calling_iterations",
         "generator.max_turns",
@@ -330,9 +330,7 @@ _SETTINGS: list[Setting] = [
         "trainer.eval.interval",
         "no: 0; steps: eval_steps",
         UNSET,
-        lambda value, theirs: {**dict.fromkeys(_NEVER, 0), "steps": UNSET}.get(
-            value, Without("trainer.eval.interval counts steps")
-        ),
+        known_values({**dict.fromkeys(_NEVER, 0), "steps": UNSET}, "trainer.eval.interval counts steps"),
     ),
     Setting(
         "save_strategy",
@@ -348,8 +346,9 @@ _SETTINGS: list[Setting] = [
         "trainer.resume",
         "true: latest",
         UNSET,
-        lambda value, theirs: {True: "latest", False: UNSET, None: UNSET}.get(
-            value, Without("name the run in trainer.run_dir, and its step in trainer.resume_step")
+        known_values(
+            {True: "latest", False: UNSET, None: UNSET},
+            "name the run in trainer.run_dir, and its step in trainer.resume_step",
         ),
     ),
     Setting(
@@ -357,9 +356,7 @@ _SETTINGS: list[Setting] = [
         "rollout.stages.reward",
         "sum_then_normalize alone",
         UNSET,
-        lambda value, theirs: (
-            UNSET if value == "sum_then_normalize" else Without("rewards are summed before advantages are computed")
-        ),
+        known_values({"sum_then_normalize": UNSET}, "rewards are summed before advantages are computed"),
     ),
     Setting(
         "bf16", "trainer.policy.dtype", "true: bfloat16", UNSET, mapped_values({True: "bfloat16", False: "float32"})

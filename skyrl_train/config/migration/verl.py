@@ -12,12 +12,14 @@ from skyrl_train.config.migration.table import (
     Setting,
     Theirs,
     Without,
-    as_list,
     data_files,
+    known_values,
+    list_unless_none,
     mapped_values,
     other_names,
     resumed,
     trackers,
+    unless_none,
     without,
 )
 
@@ -30,19 +32,6 @@ _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat1
 
 def _or_0(value: Any, theirs: Theirs) -> Any:
     return 0 if value is None or value < 0 else value
-
-
-def _given(value: Any, theirs: Theirs) -> Any:
-    return UNSET if value is None else value
-
-
-def _list_or_unset(value: Any, theirs: Theirs) -> Any:
-    return UNSET if value is None else as_list(value, theirs)
-
-
-def _named(names: dict[Any, Any], reason: str) -> Callable[[Any, Theirs], Any]:
-    """Return a conversion of the values in ``names``; others have no counterpart, for ``reason``."""
-    return lambda value, theirs: names.get(value, Without(reason))
 
 
 def _warmup(value: Any, theirs: Theirs) -> Any:
@@ -60,7 +49,7 @@ def _clip(side: str, *, cispo: bool) -> Callable[[Any, Theirs], Any]:
             return UNSET
         both = theirs.get(f"{_ACTOR}.clip_ratio", value)
         bound = theirs.get(f"{_ACTOR}.clip_ratio_{side}")
-        return _given(both if bound is None else bound, theirs)
+        return unless_none(both if bound is None else bound, theirs)
 
     return convert
 
@@ -161,7 +150,7 @@ _SETTINGS: list[Setting] = [
         "trainer.policy.optimizer_config",
         "AdamW alone",
         UNSET,
-        _named({"AdamW": UNSET}, "the optimizer is AdamW"),
+        known_values({"AdamW": UNSET}, "the optimizer is AdamW"),
     ),
     *[
         Setting(f"{_ACTOR}.{name}", f"trainer.algorithm.{ours}", note, UNSET, _clip(side, cispo=cispo))
@@ -170,7 +159,7 @@ _SETTINGS: list[Setting] = [
         for ours, cispo in ((f"eps_clip_{side}", False), (f"cispo.cispo_eps_clip_{side}", True))
         for note in ("; ".join(filter(None, [kind, "cispo" if cispo else ""])),)
     ],
-    Setting(f"{_ACTOR}.loss_scale_factor", "trainer.algorithm.max_seq_len", "", UNSET, _given),
+    Setting(f"{_ACTOR}.loss_scale_factor", "trainer.algorithm.max_seq_len", "", UNSET, unless_none),
     Setting(
         f"{_ACTOR}.fsdp_config.fsdp_size",
         "trainer.fsdp.shard_size",
@@ -183,7 +172,7 @@ _SETTINGS: list[Setting] = [
         "trainer.policy.dtype",
         "float32 or bfloat16",
         UNSET,
-        _named(_DTYPES, "trainer.policy.dtype is float32 or bfloat16"),
+        known_values(_DTYPES, "trainer.policy.dtype is float32 or bfloat16"),
     ),
     Setting(
         "actor_rollout_ref.actor.strategy",
@@ -197,7 +186,7 @@ _SETTINGS: list[Setting] = [
         "trainer.algorithm.policy_loss_type",
         "vanilla: dual_clip",
         UNSET,
-        _named(
+        known_values(
             {
                 "vanilla": "dual_clip",
                 **{name: name for name in ("gspo", "sapo", "cispo", "clip_cov", "kl_cov")},
@@ -284,22 +273,26 @@ _SETTINGS: list[Setting] = [
         UNSET,
         lambda value, theirs: theirs.get(f"{_ROLLOUT}.val_kwargs.temperature", UNSET) if value else 0.0,
     ),
-    Setting(f"{_ROLLOUT}.quantization", f"{_ENGINE}.engine_args.quantization", "", UNSET, _given),
+    Setting(f"{_ROLLOUT}.quantization", f"{_ENGINE}.engine_args.quantization", "", UNSET, unless_none),
     Setting(
         f"{_ROLLOUT}.checkpoint_engine.backend",
         "generator.weight_transport",
         "nccl: nccl",
         UNSET,
-        _named({"nccl": "nccl", "naive": UNSET}, "generator.weight_transport has shared_memory, gloo, nccl, disk, ..."),
+        known_values(
+            {"nccl": "nccl", "naive": UNSET}, "generator.weight_transport has shared_memory, gloo, nccl, disk, ..."
+        ),
     ),
-    Setting(f"{_MODEL}.target_modules", "trainer.policy.model.lora.target_modules", "a list", UNSET, _list_or_unset),
-    Setting(f"{_MODEL}.exclude_modules", "trainer.policy.model.lora.exclude_modules", "a list", UNSET, _list_or_unset),
+    Setting(f"{_MODEL}.target_modules", "trainer.policy.model.lora.target_modules", "a list", UNSET, list_unless_none),
+    Setting(
+        f"{_MODEL}.exclude_modules", "trainer.policy.model.lora.exclude_modules", "a list", UNSET, list_unless_none
+    ),
     Setting(
         "algorithm.adv_estimator",
         "trainer.algorithm.advantage_estimator",
         "reinforce_plus_plus: reinforce++",
         UNSET,
-        _named(
+        known_values(
             {
                 "reinforce_plus_plus": "reinforce++",
                 "reinforce++": "reinforce++",
@@ -429,14 +422,16 @@ _SETTINGS: list[Setting] = [
         "trainer.device",
         "cuda or cpu",
         UNSET,
-        _named({"cuda": "cuda", "cpu": "cpu"}, "training runs on cuda or cpu"),
+        known_values({"cuda": "cuda", "cpu": "cpu"}, "training runs on cuda or cpu"),
     ),
     Setting(
         "trainer.v1.trainer_mode",
         "trainer.mode",
         "separate_async: fully_async; sync: sync",
         UNSET,
-        _named({"sync": "sync", "separate_async": "fully_async"}, "of these modes there are sync and separate_async"),
+        known_values(
+            {"sync": "sync", "separate_async": "fully_async"}, "of these modes there are sync and separate_async"
+        ),
     ),
     Setting("trainer.v1.separate_async.parameter_sync_step", "trainer.fully_async.weight_sync_interval"),
     Setting("trainer.v1.sampler.max_off_policy_threshold", "trainer.fully_async.max_staleness_steps"),
@@ -445,7 +440,7 @@ _SETTINGS: list[Setting] = [
         "trainer.fully_async.staleness_policy",
         "drop",
         UNSET,
-        _named({"drop": "drop"}, "trainer.fully_async.staleness_policy has mask, accept, wait and drop"),
+        known_values({"drop": "drop"}, "trainer.fully_async.staleness_policy has mask, accept, wait and drop"),
     ),
     *other_names(
         "trainer.",

@@ -156,13 +156,12 @@ class ChatService:
         """
         names = [tool["function"]["name"] for tool in request.tools]
         missing = next((name for name in request.allowed_tools or () if name not in names), None)
-        problem = None
         if missing is not None:
-            problem = f"tool_choice: the tool {missing!r:.100} is not among the tools."
-        elif request.tool_choice == "required" and not names:
-            problem = "tool_choice: a call is asked for, but there are no tools."
-        if problem is not None:
-            raise DialectError(problem, "tool_choice", "invalid_value")
+            message = f"tool_choice: the tool {missing!r:.100} is not among the tools."
+            raise DialectError(message, "tool_choice", "invalid_value")
+        if request.tool_choice == "required" and not names:
+            message = "tool_choice: a call is asked for, but there are no tools."
+            raise DialectError(message, "tool_choice", "invalid_value")
         # Where only calls are sampled, the grammar leaves out the other tools, and the prompt stays the same.
         tools = request.tools if request.tool_choice == "required" else request.callable_tools
         # Short conversations stay on the loop, because a thread costs more than the work.

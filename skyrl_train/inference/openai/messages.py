@@ -230,9 +230,8 @@ ToolChoice = Annotated[
     ],
     TEXT_OR_OBJECT,
 ]
-Chosen = tuple[
-    Literal["auto", "none", "required"], tuple[str, ...] | None
-]  # tool_choice and allowed_tools of a ChatRequest
+# tool_choice and allowed_tools of a ChatRequest
+Chosen = tuple[Literal["auto", "none", "required"], tuple[str, ...] | None]
 
 
 def chosen_tools(choice: ToolChoice | None) -> Chosen:
