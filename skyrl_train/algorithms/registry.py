@@ -55,6 +55,11 @@ class Registry(Generic[T]):
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(f"{where}={name!r} is unknown.{hint} Known: {', '.join(self.names())}.")
 
+    def is_of_program(self, name: str) -> bool:
+        """Return whether ``name`` was registered outside this library: only in this program and in its forks."""
+        entry = self._entries.get(name)
+        return entry is not None and not str(getattr(entry, "__module__", "")).startswith("skyrl_train.")
+
     def names(self) -> list[str]:
         """Return all registered names, sorted."""
         return sorted(self._entries)

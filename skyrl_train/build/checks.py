@@ -8,15 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.algorithms.off_policy import CORRECTIONS, REJECTION_STATISTICS
 from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.algorithms.registry import Registry
 from skyrl_train.config import derive
 from skyrl_train.config.keys import setting
-from skyrl_train.config.schema import InferenceEngineConfig, RunConfig, TrainingStrategy
+from skyrl_train.config.schema import InferenceEngineConfig, RunConfig, TrainerConfig, TrainingStrategy
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.construction import GeneratorSpec
@@ -46,6 +48,22 @@ def known_names() -> dict[str, list[str]]:
         "trainer.trackers": tracker_names(),
         "generator.weight_transport": list(derive.TRANSPORTS),
     }
+
+
+def uses_names_of_program(trainer: TrainerConfig) -> bool:
+    """Return whether training uses a loss, an estimator or the like that the program has registered under a name."""
+    algorithm = trainer.algorithm
+    correction = algorithm.off_policy_correction
+    used: list[tuple[Registry[Any], str | None]] = [
+        (ADVANTAGE_ESTIMATORS, algorithm.advantage_estimator),
+        (KL_ESTIMATORS, algorithm.kl_estimator_type),
+        (CORRECTIONS, correction.tis_ratio_type),
+        *((REJECTION_STATISTICS, rejection.statistic) for rejection in correction.rejections),
+        (POLICY_LOSSES, algorithm.policy_loss_type),
+        (REDUCTIONS, algorithm.loss_reduction),
+        (SCHEDULES, trainer.policy.optimizer_config.scheduler),
+    ]
+    return any(name is not None and registry.is_of_program(name) for registry, name in used)
 
 
 def check_objective(config: RunConfig) -> None:

@@ -5,19 +5,31 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from forks import Forks
 from training_worlds import backend, config, minibatch, same
 
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.off_policy import CORRECTIONS, REJECTION_STATISTICS
+from skyrl_train.algorithms.reductions import REDUCTIONS
+from skyrl_train.build import processes
+from skyrl_train.build.processes import started_processes
+from skyrl_train.config.compose import compose
 from skyrl_train.errors import CheckpointError, ModelError, TrainingWorkerError
 from skyrl_train.training.backend import TokenRecord, TrainingBackend
 from skyrl_train.training.local_backend import LocalCritic
 from skyrl_train.training.process import TrainingProcess
 from skyrl_train.training.process_backend import ProcessBackend, ProcessCritic
+from skyrl_train.training.schedules import SCHEDULES
 from skyrl_train.weight_sync.disk import DiskTransport
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
@@ -129,6 +141,49 @@ def test_a_process_that_is_not_needed_ends_without_a_word(capfd: pytest.CaptureF
     process.wait()
     assert capfd.readouterr().err == ""
     process.stop()
+
+
+def test_a_program_with_threads_trains_in_a_process_unless_the_process_would_lack_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("TrainingProcess", "EngineProcess"):
+        monkeypatch.setattr(processes, name, lambda fork: SimpleNamespace(stop=lambda: None))
+    monkeypatch.setitem(POLICY_LOSSES._entries, "of_this_program", lambda inputs: None)
+
+    def in_a_process(loss: str, *, threads: bool) -> bool:
+        monkeypatch.setattr(processes, "single_threaded", lambda: not threads)
+        with started_processes(compose("quickstart", [f"trainer.algorithm.policy_loss_type={loss}"])) as started:
+            return started.policy is not None
+
+    assert in_a_process("gspo", threads=True)
+    assert not in_a_process("of_this_program", threads=True)
+    assert in_a_process("of_this_program", threads=False)  # a fork
+
+
+def test_the_librarys_own_names_are_not_of_the_program() -> None:
+    registries = (
+        ADVANTAGE_ESTIMATORS,
+        KL_ESTIMATORS,
+        CORRECTIONS,
+        REJECTION_STATISTICS,
+        POLICY_LOSSES,
+        REDUCTIONS,
+        SCHEDULES,
+    )
+    of_program = [name for registry in registries for name in registry.names() if registry.is_of_program(name)]
+    assert of_program == []
+
+
+def test_counting_the_prompts_leaves_a_program_that_can_be_forked(forks: Forks, folder: str) -> None:
+    program = (
+        "import sys\n"
+        "from skyrl_train.config.compose import compose\n"
+        "from skyrl_train.entrypoints.inputs import load_inputs\n"
+        "from skyrl_train.workers.process import single_threaded\n"
+        f"load_inputs(compose('quickstart', ['trainer.policy.model.path={folder}']))\n"
+        "sys.exit(0 if single_threaded() else 'it has other threads')\n"
+    )
+    assert forks.Popen([sys.executable, "-c", program]).wait() == 0
 
 
 def test_the_death_of_the_process_names_its_cause_and_the_remedy(folder: str) -> None:
