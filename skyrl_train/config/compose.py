@@ -287,6 +287,8 @@ def _given_value(text: str, key: str, error: Exception) -> str:
     override = re.search(r"^Error merging override (\S+?)=(.*)$", str(error), re.MULTILINE)
     if override:
         return f", got {override.group(2)}"
+    if "Incompatible value 'None'" in text:
+        return ", got null"
     value = re.search(r"(?:Value|Invalid value) '([^']*)'", text)
     if value:
         return f", got {value.group(1)}"

@@ -128,7 +128,10 @@ def train(
             named = {"trainer.run_name": name}
     settings = dict(_classes(trainer_cls, generator, environment, agent, reward_fn, reward_weights))
     config = _compose(recipe_or_config, [*_as_list(named), *_as_list(overrides), *_as_list(settings)], config_dir)
-    if model is not None:
+    if model is None:
+        if tokenizer is not None:
+            raise ConfigError("tokenizer belongs to a model that is an object: train(model=..., tokenizer=...).")
+    else:
         if not isinstance(model, str | Path):
             model = write_model(model, tokenizer, Path(config.trainer.runs_dir) / "models")
         elif tokenizer is not None:
@@ -247,11 +250,17 @@ def _classes(
             )
         yield "generator.name", "harness"
         yield "generator.kwargs.agent", import_path_of(agent)
-    several = isinstance(reward_fn, Sequence)
-    functions = list(reward_fn) if isinstance(reward_fn, Sequence) else [] if reward_fn is None else [reward_fn]
+    # A text is a sequence too, and no list of functions.
+    given: Any = reward_fn
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    functions = list(given) if several else [] if given is None else [given]
     for function in functions:
         if not (inspect.isfunction(function) or inspect.isclass(function)):
-            raise ConfigError(f"reward_fn must be a function, or a class with a __call__ method, got {function!r}.")
+            named = "; a name such as file.py:reward is the setting rollout.stages.reward.function, in overrides"
+            raise ConfigError(
+                f"reward_fn must be a function, or a class with a __call__ method, got {function!r}"
+                f"{named if isinstance(function, str) else ''}."
+            )
     paths = list(map(import_path_of, functions))
     if len(set(paths)) < len(paths):
         raise ConfigError(f"Two functions in reward_fn have the name {max(paths, key=paths.count)}; give each its own.")

@@ -279,9 +279,16 @@ def init(
         prompt, answer = ask_for_columns(
             data, {str(column): value for column, value in rows[0].items()}, prompt, answer
         )
-    for option, column in (("--prompt", prompt), ("--answer", answer)):
-        if column is None:
-            raise ConfigError(f"{data} has the columns {', '.join(columns)}. Name one of them with {option}.")
+    lacking = [option for option, column in (("--prompt", prompt), ("--answer", answer)) if column is None]
+    if lacking == ["--answer"] and columns == [prompt]:
+        raise ConfigError(
+            f"{data} has prompts alone, in {prompt!r}, and the code that init writes compares with right answers. Add a column "
+            "of them; without answers, begin with the files in docs/tutorials/your_own_task.md."
+        )
+    if lacking:
+        raise ConfigError(
+            f"{data} has the columns {', '.join(columns)}. Name one of them with {' and one with '.join(lacking)}."
+        )
     assert prompt is not None and answer is not None
     if name.exists() and not (name.is_dir() and not any(name.iterdir())):
         raise ConfigError(f"{name} exists already. Name a new folder.")

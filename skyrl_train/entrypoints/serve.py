@@ -52,6 +52,7 @@ def serve(
 
     from skyrl_train.endpoint.server.settings import ServerSettings
     from skyrl_train.observability.screen import start_up
+    from skyrl_train.runtime.listening import bind
 
     admin_key = os.environ.get(KEY_VARIABLE)
     if admin_key is None and not open:
@@ -59,6 +60,7 @@ def serve(
     settings = ServerSettings(
         host=host, port=port, model_names=tuple(name or ("policy",)), admin_key=admin_key, open=open, docs=docs
     )
+    bind(host, port, "--port")[0].close()  # before the model is loaded
     console = Console()
     console.print("Starting: libraries, model, engines.", highlight=False)
     try:
@@ -147,7 +149,7 @@ def _engines(
     """Return engines of the model; each has another seed."""
     from skyrl_train.inference.engines.embedded import EmbeddedEngine
     from skyrl_train.inference.engines.proxy import ProcessEngine
-    from skyrl_train.models.folder import load_config
+    from skyrl_train.models.folder import load_config, resolve_device
     from skyrl_train.runtime.seeds import derive_seed
 
     positions = getattr(load_config(model_path).get_text_config(), "max_position_embeddings", DEFAULT_CONTEXT)
@@ -161,6 +163,7 @@ def _engines(
             "seed": derive_seed(index) % (1 << 32),
         }
         if backend == "embedded":
+            resolve_device(device)
             engines.append(EmbeddedEngine(model_path, device=device, **shared))
         else:
             arguments = {"model_path": model_path, "load_format": "dummy", **shared}

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from skyrl_train.config.compose import compose
 from skyrl_train.config.migration.translate import migrate
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema import EnvironmentConfig, ModelConfig, RunConfig
 from skyrl_train.errors import ConfigError
 
 
@@ -48,7 +48,14 @@ def read_settings(
         raise ConfigError(
             f"{len(migration.without)} settings of {migration.title} have no counterpart, and --strict is given."
         )
-    return migration.config
+    config = migration.config
+    toy_task = not config.data.train_data and config.environment == EnvironmentConfig()
+    if toy_task and config.trainer.policy.model == ModelConfig():
+        raise ConfigError(
+            f"These settings of {migration.title} name neither a model nor data. Add ours: trainer.policy.model.path=MODEL, "
+            "data.train_data=[FILE], and rollout.stages.reward.function=FILE.py:FUNCTION or environment.env_class=FILE.py:CLASS."
+        )
+    return config
 
 
 def check_working_folder(recipe: str | Path, config: RunConfig) -> None:

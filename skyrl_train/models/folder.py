@@ -52,6 +52,11 @@ def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
         with quiet_transformers():
             config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except _UNUSABLE as error:
+        if (Path(path) / "config.yaml").is_file():  # of a run
+            raise ModelError(
+                f"{path!r} is the folder of a run, not a model. Point {setting} at {Path(path) / 'policy'}, its trained policy, "
+                f"or at a folder that `skyrl-train export {path} FOLDER` writes."
+            ) from error
         if is_local(path):
             raise ModelError(
                 f"{path!r} is not a model: {first_line(error).rstrip('.')}. Point {setting} at a folder with a config.json."

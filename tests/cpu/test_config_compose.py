@@ -143,6 +143,7 @@ def test_an_unknown_key_in_a_recipe_is_named_too(recipes: Path) -> None:
         ("trainer.epochs=abc", "trainer.epochs (in the overrides) must be an integer, got abc"),
         ("trainer.epochs=1.5", "must be an integer, got 1.5"),
         ("trainer.seed=null", "must be an integer, got null"),
+        ("data.train_data=null", "data.train_data (in the overrides) must be a list, each entry text, got null"),
         ("trainer.resume=newest", "must be one of latest, never, got newest"),
         ("generator.verify_weights=3.5", "must be true or false, got 3.5"),
         ("trainer.trackers=tensorboard", "must be a list, each entry text, got tensorboard"),

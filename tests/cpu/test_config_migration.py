@@ -250,6 +250,21 @@ def test_a_setting_that_a_table_lacks_is_named_and_left_out() -> None:
     }
 
 
+def test_an_empty_section_of_a_file_is_not_named(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("trainer:\ngenerator: {n_samples_per_prompt: 3}\n")
+    migration = migrate("skyrl", [str(file)])
+    assert migration.without == [] and [name for name, _, _, _ in migration.mapped] == [
+        "generator.n_samples_per_prompt"
+    ]
+
+
+def test_settings_without_a_model_and_data_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from", "trl", "learning_rate=1e-6"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "These settings of TRL name neither a model nor data. Add ours: trainer.policy.model.path=MODEL" in told
+
+
 def test_hydras_defaults_without_other_files_are_not_named(tmp_path: Path) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text("defaults: [_self_]\ntrainer: {epochs: 3}\n")
@@ -278,6 +293,12 @@ def test_hydras_defaults_without_other_files_are_not_named(tmp_path: Path) -> No
 def test_mistakes_name_the_setting(arguments: list[str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         migrate("skyrl", arguments)
+
+
+def test_a_value_that_does_not_fit_our_setting_is_told_under_their_name() -> None:
+    told = r"num_generations=1.5 \(in TRL's settings\): generator.n_samples_per_prompt must be an integer, got 1.5"
+    with pytest.raises(ConfigError, match=told):
+        migrate("trl", ["num_generations=1.5"])
 
 
 def test_a_rule_that_is_none_is_named() -> None:
@@ -443,6 +464,18 @@ CORRECTION = "trainer.algorithm.off_policy_correction"
         ),
         (
             "trl",
+            ["num_train_epochs=3.0", "warmup_steps=0", "run_name=null", "bf16=null", "eval_steps=null", "torch_dtype=bfloat16"],
+            {"trainer.epochs": 3, "trainer.policy.optimizer_config.num_warmup_steps": 0, "trainer.run_name": "run",
+             "trainer.policy.dtype": "bfloat16"},
+        ),
+        (
+            "trl",
+            ["max_steps=200", "num_train_epochs=0.5", "warmup_steps=0", "warmup_ratio=0.1", "save_total_limit=3"],
+            {"trainer.max_steps": 200, "trainer.policy.optimizer_config.num_warmup_steps": 20,
+             "trainer.max_ckpts_to_keep": 3},
+        ),
+        (
+            "trl",
             ["vllm_importance_sampling_mode=token_mask"],
             {f"{CORRECTION}.tis_ratio_type": "icepop", f"{CORRECTION}.icepop_ratio_low": 0.0,
              f"{CORRECTION}.icepop_ratio_high": 3.0},
@@ -498,6 +531,10 @@ def test_other_libraries(library: str, overrides: list[str], expected: dict[str,
         ("trl", "dtype=float16", "float32 or bfloat16"),
         ("trl", "resume_from_checkpoint=out/checkpoint-5", "name the run in trainer.run_dir"),
         ("trl", "multi_objective_aggregation=normalize_then_sum", "summed before advantages"),
+        ("trl", "num_train_epochs=0.5", "counts whole passes"),
+        ("trl", "warmup_ratio=0.1", "with max_steps, it is a share"),
+        ("trl", "save_total_limit=null", "not all checkpoints are kept"),
+        ("verl", "trainer.max_actor_ckpt_to_keep=null", "not all checkpoints are kept"),
         ("trl", "logging_steps=1", "each step is logged"),
         ("trl", "model_init_kwargs.attn_implementation=sdpa", "as it is in its folder"),
     ],

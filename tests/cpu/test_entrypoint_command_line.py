@@ -71,6 +71,12 @@ def test_a_wrong_command_line_exits_with_2_and_says_what_is_wrong(
     assert told in capsys.readouterr().err
 
 
+def test_serve_looks_at_its_port_before_it_loads_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "no-model", "--open", "--port", str(taken.getsockname()[1])]) == 2
+    assert "--port" in capsys.readouterr().err
+
+
 # watch ------------------------------------------------------------------------------------------------------------
 
 

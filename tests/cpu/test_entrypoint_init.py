@@ -83,12 +83,16 @@ def test_columns_that_it_does_not_know_are_asked_for(tmp_path: Path, capsys: pyt
     assert main([*given, "--prompt", "q"]) == 2
     assert main([*given, "--prompt", "q", "--answer", "b"]) == 2
     told = capsys.readouterr().err
-    assert told.count("has the columns q, a. Name one of them with --prompt.") == 1
-    assert told.count("with --answer.") == 1
+    assert told.count("has the columns q, a. Name one of them with --prompt and one with --answer.") == 1
+    assert told.count("Name one of them with --answer.") == 1
     assert f"--answer 'b' is no column of {data}. Columns: q, a." in told
     assert main([*given, "--prompt", "q", "--answer", "a", "--model", "some/model"]) == 0
     assert 'path: "some/model"' in (tmp_path / "mine" / "recipe.yaml").read_text()
     assert main([*given, "--prompt", "q", "--answer", "a"]) == 2, "the folder is not empty"
+    data.write_text('{"prompt": "2+3="}\n')
+    assert main(["init", str(tmp_path / "new"), "--data", str(data)]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "has prompts alone, in 'prompt', and the code that init writes compares with right answers." in told
     data.write_text("")
     assert main(["init", str(tmp_path / "new"), "--data", str(data)]) == 2
     assert "has no rows" in capsys.readouterr().err

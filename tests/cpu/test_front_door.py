@@ -397,7 +397,8 @@ def test_a_notebook_trains_a_subclass_with_one_phase_of_its_own_and_the_notebook
         ({"model": 3}, "model must be a folder, a name on the hub, or a model of transformers, got int"),
         ({"model": tiny_model(0)[0]}, "its tokenizer is unknown: give train(tokenizer=...)"),
         ({"model": "folder", "tokenizer": tiny_model(0)[1]}, "a folder has its own"),
-        ({"reward_fn": "file.py:reward"}, "reward_fn must be a function"),
+        ({"reward_fn": "file.py:reward"}, "file.py:reward is the setting rollout.stages.reward.function"),
+        ({"tokenizer": tiny_model(0)[1]}, "tokenizer belongs to a model that is an object"),
         (
             {"dataset": "rows.jsonl"},
             "dataset must be a list of rows, a datasets.Dataset or a pandas.DataFrame, got str",

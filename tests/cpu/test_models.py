@@ -142,6 +142,11 @@ class TestOpening:
         with pytest.raises(ModelError, match=r"is not a model: .*Point trainer.policy.model.path at a folder"):
             load_config(str(tmp_path))
 
+    def test_the_folder_of_a_run_is_no_model(self, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").touch()
+        with pytest.raises(ModelError, match=rf"the folder of a run, not a model. Point \S+ at {tmp_path / 'policy'}"):
+            load_config(str(tmp_path))
+
     @pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "no-such-type"}'])
     def test_a_broken_or_unknown_config_is_no_model(self, folder: Path, text: str) -> None:
         (folder / "config.json").write_text(text)

@@ -84,6 +84,11 @@ def data_files(value: Any, theirs: Theirs) -> list[str]:
     return [str(Path(path).expanduser()) if str(path).startswith("~") else path for path in as_list(value, theirs)]
 
 
+def checkpoints_to_keep(value: Any, theirs: Theirs) -> Any:
+    """Convert a number of checkpoints; None, all of them, has no counterpart."""
+    return Without("not all checkpoints are kept: trainer.max_ckpts_to_keep is a number") if value is None else value
+
+
 def trackers(value: Any, theirs: Theirs) -> list[Any]:
     """Convert a list of loggers. ``console`` is no tracker here."""
     return [name for name in as_list(value, theirs) if name != "console"]

@@ -8,6 +8,7 @@ a library's table (data, one module each) + its yaml file and overrides ──mi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,8 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
         without.append(("defaults", _OTHER_FILES.format(", ".join(map(_text, other_files)))))
     for name, value in _leaves(read):
         name = table.renamed.get(name, name)
+        if value is None and not table.rows(name) and any(row.name.startswith(f"{name}.") for row in table.settings):
+            continue  # a section without settings
         if not table.rows(name):
             if name in known_keys() or in_free_section(name):
                 settings[name] = value
@@ -134,7 +137,12 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
         for row in table.rows(name):
             try:
                 ours_value = row.convert(value, theirs) if row.here is not None else Without(row.note)
-            except (TypeError, ValueError, AttributeError) as error:
+            except (TypeError, AttributeError) as error:  # about a type
+                raise ConfigError(
+                    f"{name}={_text(value)} (in {table.title}'s settings) cannot be translated into {row.here}: it has the wrong "
+                    "type."
+                ) from error
+            except ValueError as error:
                 raise ConfigError(
                     f"{name}={_text(value)} (in {table.title}'s settings) cannot be translated: {error}."
                 ) from error
@@ -156,7 +164,15 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
             if ours_value is not UNSET:
                 settings[key] = ours_value
     changed = {key: value for key, value in settings.items() if value != _default(default, key)}
-    config = from_settings(changed, where=f"{table.title}'s settings")
+    where = f"{table.title}'s settings"
+    try:
+        config = from_settings(changed, where)
+    except ConfigError as error:  # it names our setting, and the user has written theirs
+        for name, value, key, _ in mapped:
+            if name != key and re.match(rf"{re.escape(key)}\b(?!\.)", str(error)):
+                said = str(error).replace(f" (in {where})", "", 1)
+                raise ConfigError(f"{name}={_text(value)} (in {where}): {said}") from error
+        raise
     given_here = {key for _, _, key, _ in mapped}
     return Migration(
         table.title,

@@ -12,6 +12,7 @@ from skyrl_train.config.migration.table import (
     Theirs,
     Without,
     as_list,
+    checkpoints_to_keep,
     known_values,
     list_unless_none,
     mapped_values,
@@ -34,6 +35,28 @@ _REDUCTIONS = {
     "bnpo": "token_mean",
     "dr_grpo": "seq_mean_token_sum_norm",
 }
+
+
+def _epochs(value: Any, theirs: Theirs) -> Any:
+    if (theirs.get("max_steps") or -1) > 0:
+        return UNSET
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else Without("trainer.epochs counts whole passes; set max_steps")
+
+
+def _warmup(value: Any, theirs: Theirs) -> Any:
+    """Convert a number of steps, or below 1 a share of all steps."""
+    if value is None:
+        return UNSET
+    if value >= 1:
+        return value
+    if value == 0:  # the other one of the two settings counts
+        return UNSET if theirs.get("warmup_steps") or theirs.get("warmup_ratio") else 0
+    steps = theirs.get("max_steps") or -1
+    return (
+        round(value * steps) if steps > 0 else Without("num_warmup_steps counts steps; with max_steps, it is a share")
+    )
 
 
 def _dtype(value: Any, theirs: Theirs) -> Any:
@@ -146,8 +169,6 @@ _SETTINGS: list[Setting] = [
             "weight_decay": "trainer.policy.optimizer_config.weight_decay",
             "max_grad_norm": "trainer.policy.optimizer_config.max_grad_norm",
             "lr_scheduler_type": "trainer.policy.optimizer_config.scheduler",
-            "warmup_steps": "trainer.policy.optimizer_config.num_warmup_steps",
-            "num_train_epochs": "trainer.epochs",
             "num_iterations": "trainer.update_epochs_per_batch",
             "beta": "trainer.algorithm.kl_loss_coef",
             "entropy_coef": "trainer.algorithm.entropy_coef",
@@ -155,9 +176,7 @@ _SETTINGS: list[Setting] = [
             "seed": "trainer.seed",
             "gradient_checkpointing": "trainer.policy.gradient_checkpointing",
             "output_dir": "trainer.run_dir",
-            "run_name": "trainer.run_name",
             "save_steps": "trainer.ckpt_interval",
-            "save_total_limit": "trainer.max_ckpts_to_keep",
             "eval_on_start": "trainer.eval.before_train",
             "metric_for_best_model": "trainer.eval.best_metric",
             "adam_epsilon": "trainer.policy.optimizer_config.adam_eps",
@@ -183,6 +202,13 @@ _SETTINGS: list[Setting] = [
         },
     ),
     Setting("max_steps", "trainer.max_steps", "-1: null", UNSET, lambda value, theirs: None if value < 0 else value),
+    Setting("num_train_epochs", "trainer.epochs", "whole passes; max_steps wins", UNSET, _epochs),
+    *[
+        Setting(name, "trainer.policy.optimizer_config.num_warmup_steps", note, UNSET, _warmup)
+        for name, note in (("warmup_steps", "below 1: a share of max_steps"), ("warmup_ratio", "of max_steps"))
+    ],
+    Setting("run_name", "trainer.run_name", "", UNSET, unless_none),
+    Setting("save_total_limit", "trainer.max_ckpts_to_keep", "a number", UNSET, checkpoints_to_keep),
     Setting("top_k", "generator.sampling_params.top_k", "0: -1", UNSET, lambda value, theirs: value or -1),
     Setting("min_p", "generator.sampling_params.min_p", "None: 0", UNSET, lambda value, theirs: value or 0.0),
     Setting("epsilon", "trainer.algorithm.eps_clip_low"),
@@ -323,7 +349,7 @@ _SETTINGS: list[Setting] = [
         "trainer.eval.interval",
         "but with eval_strategy=no",
         UNSET,
-        lambda value, theirs: 0 if theirs.get("eval_strategy") in _NEVER else value,
+        lambda value, theirs: 0 if theirs.get("eval_strategy") in _NEVER else unless_none(value, theirs),
     ),
     Setting(
         "eval_strategy",
@@ -359,7 +385,11 @@ _SETTINGS: list[Setting] = [
         known_values({"sum_then_normalize": UNSET}, "rewards are summed before advantages are computed"),
     ),
     Setting(
-        "bf16", "trainer.policy.dtype", "true: bfloat16", UNSET, mapped_values({True: "bfloat16", False: "float32"})
+        "bf16",
+        "trainer.policy.dtype",
+        "true: bfloat16",
+        UNSET,
+        mapped_values({True: "bfloat16", False: "float32", None: UNSET}),
     ),
     Setting(
         "report_to",
@@ -375,7 +405,10 @@ _SETTINGS: list[Setting] = [
         "generation_batch_size",
         "steps_per_generation",
     ),
-    *without("train(reward_fn=...) takes TRL's functions; see your_own_task.md", "reward_funcs"),
+    *without(
+        "rollout.stages.reward.function=FILE.py:FUNCTION, and train(reward_fn=...), take TRL's functions",
+        "reward_funcs",
+    ),
     *without("an argument of train(reward_fn=[...]), or rollout.stages.reward.kwargs.weights", "reward_weights"),
     *without("name servers in generator.inference_engine.remote_urls", "vllm_server_host", "vllm_server_port"),
     *without("generator.inference_engine.fleet.wait_timeout_s limits the wait for an engine", "vllm_server_timeout"),
@@ -541,4 +574,14 @@ _SETTINGS: list[Setting] = [
     *without("sessions keep the sampled tokens", "fork_threshold_tokens"),
 ]
 
-TRL = Library("TRL", "1.16.0", _SETTINGS, {"vllm_importance_sampling_cap": _IS_MAX})
+TRL = Library(
+    "TRL",
+    "1.16.0",
+    _SETTINGS,
+    {
+        "vllm_importance_sampling_cap": _IS_MAX,
+        "torch_dtype": "dtype",
+        "evaluation_strategy": "eval_strategy",
+        "vllm_max_model_len": "vllm_max_model_length",
+    },
+)

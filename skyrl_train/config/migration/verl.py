@@ -12,6 +12,7 @@ from skyrl_train.config.migration.table import (
     Setting,
     Theirs,
     Without,
+    checkpoints_to_keep,
     data_files,
     known_values,
     list_unless_none,
@@ -256,7 +257,6 @@ _SETTINGS: list[Setting] = [
             "rollout.max_num_seqs": "generator.inference_engine.max_num_seqs",
             "rollout.max_model_len": "generator.inference_engine.max_model_len",
             "rollout.dtype": "generator.inference_engine.dtype",
-            "rollout.multi_turn.max_assistant_turns": "generator.max_turns",
             "rollout.agent.num_workers": "rollout.num_actors",
             "rollout.val_kwargs.temperature": "trainer.eval.sampling_params.temperature",
             "rollout.val_kwargs.top_p": "trainer.eval.sampling_params.top_p",
@@ -266,6 +266,7 @@ _SETTINGS: list[Setting] = [
             "hybrid_engine": "trainer.placement.colocate_all",
         },
     ),
+    Setting(f"{_ROLLOUT}.multi_turn.max_assistant_turns", "generator.max_turns", "", UNSET, unless_none),
     Setting(
         f"{_ROLLOUT}.val_kwargs.do_sample",
         "trainer.eval.sampling_params.temperature",
@@ -450,9 +451,9 @@ _SETTINGS: list[Setting] = [
             "val_before_train": "trainer.eval.before_train",
             "default_local_dir": "trainer.run_dir",
             "experiment_name": "trainer.run_name",
-            "max_actor_ckpt_to_keep": "trainer.max_ckpts_to_keep",
         },
     ),
+    Setting("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpts_to_keep", "a number", UNSET, checkpoints_to_keep),
     Setting("trainer.test_freq", "trainer.eval.interval", "-1: 0", UNSET, _or_0),
     Setting("trainer.save_freq", "trainer.ckpt_interval", "-1: 0", UNSET, _or_0),
     Setting(
@@ -667,7 +668,7 @@ _SETTINGS: list[Setting] = [
         "engines are vLLM or embedded", f"{_ROLLOUT}.engine_kwargs.sglang.*", f"{_ROLLOUT}.engine_kwargs.trtllm.*"
     ),
     *without(
-        "an environment, or an agent over HTTP, calls tools and answers; see multi_turn.md and agent_harness.md",
+        "an environment, or an agent over HTTP, calls tools and answers; see your_own_task.md and agent_harness.md",
         f"{_ROLLOUT}.multi_turn.*",
         f"{_ROLLOUT}.agent.*",
         "data.tool_config_path",
