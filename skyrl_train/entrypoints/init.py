@@ -273,8 +273,9 @@ def init(
             close = nearest(column, columns)
             guess = f" Did you mean {close}?" if close else ""
             raise ConfigError(f"{option} {column!r} is no column of {data}.{guess} Columns: {', '.join(columns)}.")
-    prompt = prompt or next((column for column in PROMPT_COLUMNS if column in columns), None)
-    answer = answer or next((column for column in ANSWER_COLUMNS if column in columns and column != prompt), None)
+    usual = {column.lower(): column for column in columns}
+    prompt = prompt or next((usual[name] for name in PROMPT_COLUMNS if name in usual), None)
+    answer = answer or next((usual[name] for name in ANSWER_COLUMNS if name in usual and usual[name] != prompt), None)
     if None in (prompt, answer) and not yes and os.isatty(0) and os.isatty(1):
         prompt, answer = ask_for_columns(
             data, {str(column): value for column, value in rows[0].items()}, prompt, answer

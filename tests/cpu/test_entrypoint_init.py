@@ -89,6 +89,9 @@ def test_columns_that_it_does_not_know_are_asked_for(tmp_path: Path, capsys: pyt
     assert main([*given, "--prompt", "q", "--answer", "a", "--model", "some/model"]) == 0
     assert 'path: "some/model"' in (tmp_path / "mine" / "recipe.yaml").read_text()
     assert main([*given, "--prompt", "q", "--answer", "a"]) == 2, "the folder is not empty"
+    data.write_text('{"Question": "2+3=", "Solution": "5"}\n')
+    assert main(["init", str(tmp_path / "capitals"), "--data", str(data)]) == 0
+    assert 'prompt_key: "Question"' in (tmp_path / "capitals" / "recipe.yaml").read_text()
     data.write_text('{"prompt": "2+3="}\n')
     assert main(["init", str(tmp_path / "new"), "--data", str(data)]) == 2
     told = " ".join(capsys.readouterr().err.split())
