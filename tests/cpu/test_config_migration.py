@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -352,6 +353,12 @@ def test_the_tables_name_settings_that_exist(library: str) -> None:
     assert len({(row.name, row.here) for row in rows}) == len(rows)
     for name in {row.name for row in rows}:
         assert sum(row.default is not UNSET for row in rows if row.name == name) <= 1
+
+
+def test_the_notes_name_pages_that_exist() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    named = {page for each in LIBRARIES.values() for row in each.settings for page in re.findall(r"\w+\.md", row.note)}
+    assert named and named <= {page.name for page in docs.rglob("*.md")}
 
 
 CORRECTION = "trainer.algorithm.off_policy_correction"

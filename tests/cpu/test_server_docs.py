@@ -138,3 +138,14 @@ def test_a_wrong_command_is_reported_and_exits_with_2(
         monkeypatch.setenv(serve.KEY_VARIABLE, key)
     assert main(["serve", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_missing_gpu_is_told_before_engines_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_model_folder(BuildModelConfig(hidden_size=32), tmp_path / "model", seed=0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["serve", str(tmp_path / "model"), "--open", "--port", "0", "--device", "cuda"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("ConfigError: device 'cuda' is not there: torch sees 0 GPUs.")
+    assert "engines:" not in captured.out
