@@ -126,6 +126,7 @@ SYNONYMS: dict[str, str] = {
     "bf16": "trainer.policy.dtype",
     "lora_r": "trainer.policy.model.lora.rank",
     "lora_rank": "trainer.policy.model.lora.rank",
+    "peft_config": "trainer.policy.model.lora.rank",
     "lora_alpha": "trainer.policy.model.lora.alpha",
     "dataset": _DATA,
     "dataset_name": _DATA,
