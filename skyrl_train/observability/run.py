@@ -178,6 +178,8 @@ def load_run(path: str | Path) -> Run:
     Raises:
         NoSuchRunError: there is no run in this folder.
     """
+    if not isinstance(path, str | Path):
+        raise NoSuchRunError(f"load_run() takes the folder of a run, got {path!r}.")
     folder = Path(path)
     if not (folder / CONFIG).is_file():
         # The parent of run folders is a likely mistake, so the message lists them.

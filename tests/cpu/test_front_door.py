@@ -27,7 +27,7 @@ from skyrl_train.entrypoints.api import write_model, write_rows
 from skyrl_train.entrypoints.inputs import load_inputs
 from skyrl_train.entrypoints.run import StopRequest
 from skyrl_train.entrypoints.run import train as train_inputs
-from skyrl_train.errors import ConfigError, GeneratorOutputError
+from skyrl_train.errors import ConfigError, GeneratorOutputError, NoSuchRunError
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.process_backend import ProcessBackend
@@ -459,6 +459,8 @@ def test_a_folder_without_a_run_is_an_error_that_names_the_runs_in_it(tmp_path: 
         skyrl_train.load_run(tmp_path)
     with pytest.raises(ConfigError, match="not a run folder"):
         skyrl_train.load_run(tmp_path / "nowhere")
+    with pytest.raises(NoSuchRunError, match="takes the folder of a run, got None"):
+        skyrl_train.load_run(None)  # type: ignore[arg-type]
 
 
 def test_a_run_goes_on_after_the_death_of_its_training_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

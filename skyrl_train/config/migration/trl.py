@@ -59,6 +59,12 @@ def _warmup(value: Any, theirs: Theirs) -> Any:
     )
 
 
+def _trackers(value: Any, theirs: Theirs) -> Any:
+    if value == "all":  # that are installed
+        return Without("trainer.trackers has names, such as [wandb]")
+    return [] if value == "none" else as_list(value, theirs)
+
+
 def _dtype(value: Any, theirs: Theirs) -> Any:
     if theirs.get("bf16"):  # float32 weights that compute in bfloat16, as bfloat16 weights with a float32 copy do here
         return "bfloat16"
@@ -396,7 +402,7 @@ _SETTINGS: list[Setting] = [
         "trainer.trackers",
         "none: []",
         UNSET,
-        lambda value, theirs: [] if value == "none" else as_list(value, theirs),
+        _trackers,
     ),
     *without(
         "trainer.policy_mini_batch_size counts prompts per optimizer step, over all devices",

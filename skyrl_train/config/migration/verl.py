@@ -28,6 +28,8 @@ _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "r
 _THEIR_CORRECTION, _OUR_CORRECTION = "algorithm.rollout_correction", "trainer.algorithm.off_policy_correction"
 _ENGINE = "generator.inference_engine"
 _LEVELS = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_NO_KL_ESTIMATOR = "there are the estimators k1, k2 and k3"
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 
 
@@ -228,7 +230,7 @@ _SETTINGS: list[Setting] = [
         "trainer.algorithm.kl_estimator_type",
         "low_var_kl: k3; mse: k2; kl: k1",
         UNSET,
-        mapped_values({"low_var_kl": "k3", "mse": "k2", "kl": "k1"}),
+        known_values(_KL_ESTIMATORS, _NO_KL_ESTIMATOR),
     ),
     *other_names(
         "actor_rollout_ref.",
@@ -324,11 +326,7 @@ _SETTINGS: list[Setting] = [
         "with use_kl_in_reward; kl: k1; mse: k2; low_var_kl: k3",
         UNSET,
         lambda value, theirs: (
-            {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}.get(
-                value, Without("there are the estimators k1, k2 and k3")
-            )
-            if theirs.get("algorithm.use_kl_in_reward")
-            else UNSET
+            _KL_ESTIMATORS.get(value, Without(_NO_KL_ESTIMATOR)) if theirs.get("algorithm.use_kl_in_reward") else UNSET
         ),
     ),
     Setting(

@@ -504,8 +504,9 @@ def check_environment(dataset: PromptDataset | StreamingPrompts, config: RunConf
         try:
             factory.make({**record.env_extras, "max_turns": config.generator.max_turns}).close()
         except Exception as error:  # its code may raise anything
+            full_name = "" if env_class == factory.name else f" is {factory.name}, and"
             raise DataError(
-                f"The environment {env_class!r} is {factory.name}, and does not take prompt {record.uid!r}: "
+                f"The environment {env_class!r}{full_name} does not take prompt {record.uid!r}: "
                 f"{type(error).__name__}: {error}. It needs the columns of SkyRL's data sets, such as "
                 f'reward_spec={{"ground_truth": ...}}; the row has {sorted(record.env_extras)}.'
             ) from error
