@@ -174,9 +174,14 @@ def test_the_librarys_own_names_are_not_of_the_program() -> None:
     assert of_program == []
 
 
-def test_counting_the_prompts_leaves_a_program_that_can_be_forked(forks: Forks, folder: str) -> None:
+def test_counting_the_prompts_leaves_a_program_that_can_be_forked(
+    forks: Forks, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     program = (
-        "import sys\n"
+        "import importlib, sys\n"
+        "import skyrl_train.entrypoints\n"
+        "importlib.reload(skyrl_train.entrypoints)\n"  # a fork has it already, and the environment of whoever asked for the fork
         "from skyrl_train.config.compose import compose\n"
         "from skyrl_train.entrypoints.inputs import load_inputs\n"
         "from skyrl_train.workers.process import single_threaded\n"
