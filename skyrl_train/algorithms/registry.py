@@ -55,10 +55,13 @@ class Registry(Generic[T]):
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(f"{where}={name!r} is unknown.{hint} Known: {', '.join(self.names())}.")
 
-    def is_of_program(self, name: str) -> bool:
-        """Return whether ``name`` was registered outside this library: only in this program and in its forks."""
-        entry = self._entries.get(name)
-        return entry is not None and not str(getattr(entry, "__module__", "")).startswith("skyrl_train.")
+    def is_of_program(self, name: str | None) -> bool:
+        """Return whether only this program and its forks have ``name``: it was registered outside this library, or is the import
+        path of an object of a notebook."""
+        entry = self._entries.get(name or "")
+        if entry is None:
+            return (name or "").startswith("__main__:")
+        return not str(getattr(entry, "__module__", "")).startswith("skyrl_train.")
 
     def names(self) -> list[str]:
         """Return all registered names, sorted."""

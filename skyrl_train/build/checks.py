@@ -18,7 +18,7 @@ from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.config import derive
 from skyrl_train.config.keys import setting
-from skyrl_train.config.schema import InferenceEngineConfig, RunConfig, TrainerConfig, TrainingStrategy
+from skyrl_train.config.schema import InferenceEngineConfig, RunConfig, TrainingStrategy
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.construction import GeneratorSpec
@@ -30,19 +30,22 @@ from skyrl_train.training.objective import Objective
 from skyrl_train.training.schedules import SCHEDULES
 
 _ENGINE = "generator.inference_engine"
+# By the setting that names an entry: what a training process looks up.
+TRAINING_REGISTRIES: dict[str, Registry[Any]] = {
+    "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS,
+    "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS,
+    "trainer.algorithm.off_policy_correction.tis_ratio_type": CORRECTIONS,
+    "trainer.algorithm.off_policy_correction.rejections.statistic": REJECTION_STATISTICS,
+    "trainer.algorithm.policy_loss_type": POLICY_LOSSES,
+    "trainer.algorithm.loss_reduction": REDUCTIONS,
+    "trainer.policy.optimizer_config.scheduler": SCHEDULES,
+}
 _DEVICE = re.compile(r"cpu|cuda(:(0|[1-9]\d?))?")  # torch knows these, and may know others
 
 
 def known_names() -> dict[str, list[str]]:
     """Return the registered names of each setting that names an entry of a registry."""
-    return {
-        "trainer.algorithm.advantage_estimator": ADVANTAGE_ESTIMATORS.names(),
-        "trainer.algorithm.kl_estimator_type": KL_ESTIMATORS.names(),
-        "trainer.algorithm.off_policy_correction.tis_ratio_type": CORRECTIONS.names(),
-        "trainer.algorithm.off_policy_correction.rejections.statistic": REJECTION_STATISTICS.names(),
-        "trainer.algorithm.policy_loss_type": POLICY_LOSSES.names(),
-        "trainer.algorithm.loss_reduction": REDUCTIONS.names(),
-        "trainer.policy.optimizer_config.scheduler": SCHEDULES.names(),
+    return {key: registry.names() for key, registry in TRAINING_REGISTRIES.items()} | {
         "trainer.critic.optimizer_config.scheduler": SCHEDULES.names(),
         "trainer.fully_async.staleness_policy": STALENESS_POLICIES.names(),
         "trainer.trackers": tracker_names(),
@@ -50,20 +53,13 @@ def known_names() -> dict[str, list[str]]:
     }
 
 
-def uses_names_of_program(trainer: TrainerConfig) -> bool:
-    """Return whether training uses a loss, an estimator or the like that the program has registered under a name."""
-    algorithm = trainer.algorithm
-    correction = algorithm.off_policy_correction
-    used: list[tuple[Registry[Any], str | None]] = [
-        (ADVANTAGE_ESTIMATORS, algorithm.advantage_estimator),
-        (KL_ESTIMATORS, algorithm.kl_estimator_type),
-        (CORRECTIONS, correction.tis_ratio_type),
-        *((REJECTION_STATISTICS, rejection.statistic) for rejection in correction.rejections),
-        (POLICY_LOSSES, algorithm.policy_loss_type),
-        (REDUCTIONS, algorithm.loss_reduction),
-        (SCHEDULES, trainer.policy.optimizer_config.scheduler),
-    ]
-    return any(name is not None and registry.is_of_program(name) for registry, name in used)
+def trains_with_code_of_program(config: RunConfig) -> bool:
+    """Return whether a loss, an estimator or another part of training exists in this program and its forks alone."""
+    for key, registry in TRAINING_REGISTRIES.items():
+        value = setting(config, key)
+        if any(registry.is_of_program(name) for name in (value if isinstance(value, list) else [value])):
+            return True
+    return False
 
 
 def check_objective(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from skyrl_train.build.checks import uses_names_of_program
+from skyrl_train.build.checks import trains_with_code_of_program
 from skyrl_train.config import derive
 from skyrl_train.config.schema import RunConfig, TrainerConfig
 from skyrl_train.inference.engines.embedded.engine import EngineProcess
@@ -35,8 +35,8 @@ def started_processes(config: RunConfig) -> Iterator[StartedProcesses]:
         def training(of: TrainerConfig) -> TrainingProcess | None:
             if derive.training_executor(of, engine) != "process":
                 return None
-            # Without a fork it is a new interpreter, which has none of the names that the program has registered.
-            if of.executor is None and not single_threaded() and uses_names_of_program(of):
+            # Without a fork it is a new interpreter, which has nothing that the program has registered.
+            if of.executor is None and not single_threaded() and trains_with_code_of_program(config):
                 return None
             process = TrainingProcess(fork=of.device == "cpu")
             stack.callback(process.stop)

@@ -167,8 +167,8 @@ CLIPPED_LOSSES = ("ppo_clip", "dual_clip", "gspo", "clip_cov")
 def training_executor(trainer: TrainerConfig, engine: InferenceEngineConfig) -> str:
     """Return where a model trains: in ``ray`` actors, in a child ``process`` or in a ``thread`` of this process.
 
-    Without a setting, ``process`` becomes ``thread`` where another process would lack what this program has registered
-    (:mod:`skyrl_train.build.processes`).
+    Without a setting, :mod:`skyrl_train.build.processes` uses a thread where a process would lack a loss or an estimator of this
+    program.
     """
     if trainer.strategy is not TrainingStrategy.local:
         return "ray"

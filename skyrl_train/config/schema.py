@@ -423,7 +423,7 @@ class TrainerConfig:
     packing: bool | None = None  # several sequences in a row, without padding; None: if the model keeps them apart
     strategy: TrainingStrategy = TrainingStrategy.local
     # strategy=local: process (the control loop does not slow it down) | thread; None: process on the CPU, unless the engine is in
-    # a thread too, or a program with threads (a notebook) trains with a loss or the like that it has registered itself
+    # a thread too, or a program with threads (a notebook) has registered the loss or the estimator itself
     executor: Annotated[str, OneOf("process", "thread")] | None = None
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)

@@ -128,10 +128,9 @@ def train(
             named = {"trainer.run_name": name}
     settings = dict(_classes(trainer_cls, generator, environment, agent, reward_fn, reward_weights))
     config = _compose(recipe_or_config, [*_as_list(named), *_as_list(overrides), *_as_list(settings)], config_dir)
-    if model is None:
-        if tokenizer is not None:
-            raise ConfigError("tokenizer belongs to a model that is an object: train(model=..., tokenizer=...).")
-    else:
+    if model is None and tokenizer is not None:
+        raise ConfigError("tokenizer belongs to a model that is an object: train(model=..., tokenizer=...).")
+    if model is not None:
         if not isinstance(model, str | Path):
             model = write_model(model, tokenizer, Path(config.trainer.runs_dir) / "models")
         elif tokenizer is not None:

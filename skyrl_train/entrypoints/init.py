@@ -280,15 +280,15 @@ def init(
         prompt, answer = ask_for_columns(
             data, {str(column): value for column, value in rows[0].items()}, prompt, answer
         )
-    lacking = [option for option, column in (("--prompt", prompt), ("--answer", answer)) if column is None]
-    if lacking == ["--answer"] and columns == [prompt]:
+    missing = [option for option, column in (("--prompt", prompt), ("--answer", answer)) if column is None]
+    if missing == ["--answer"] and columns == [prompt]:
         raise ConfigError(
-            f"{data} has prompts alone, in {prompt!r}, and the code that init writes compares with right answers. Add a column "
-            "of them; without answers, begin with the files in docs/tutorials/your_own_task.md."
+            f"{data} has only prompts, in {prompt!r}. The code that init writes compares responses with right answers: add a "
+            "column of them. Without answers, begin with the files in docs/tutorials/your_own_task.md."
         )
-    if lacking:
+    if missing:
         raise ConfigError(
-            f"{data} has the columns {', '.join(columns)}. Name one of them with {' and one with '.join(lacking)}."
+            f"{data} has the columns {', '.join(columns)}. Name one of them with {' and one with '.join(missing)}."
         )
     assert prompt is not None and answer is not None
     if name.exists() and not (name.is_dir() and not any(name.iterdir())):

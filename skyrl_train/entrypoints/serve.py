@@ -152,6 +152,8 @@ def _engines(
     from skyrl_train.models.folder import load_config, resolve_device
     from skyrl_train.runtime.seeds import derive_seed
 
+    if backend == "embedded":
+        resolve_device(device)
     positions = getattr(load_config(model_path).get_text_config(), "max_position_embeddings", DEFAULT_CONTEXT)
     length = max_model_len or min(positions, DEFAULT_CONTEXT)
     engines: list[InferenceEngineInterface] = []
@@ -163,7 +165,6 @@ def _engines(
             "seed": derive_seed(index) % (1 << 32),
         }
         if backend == "embedded":
-            resolve_device(device)
             engines.append(EmbeddedEngine(model_path, device=device, **shared))
         else:
             arguments = {"model_path": model_path, "load_format": "dummy", **shared}

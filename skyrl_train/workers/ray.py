@@ -228,8 +228,8 @@ class RayLink(_ActorLink):
             reader, writer = await asyncio.open_connection(host, port)
         except OSError as error:
             raise StartError(
-                f"its actor listens at {host}:{port}, which cannot be reached from here: {error}. The machines of a Ray cluster "
-                "need all ports of each other."
+                f"its actor listens at {host}:{port}, which cannot be reached from here: {error}. Each machine of a Ray "
+                "cluster must reach all ports of the others."
             ) from error
         self._writer = writer
         writer.write(token)

@@ -95,7 +95,7 @@ def test_columns_that_it_does_not_know_are_asked_for(tmp_path: Path, capsys: pyt
     data.write_text('{"prompt": "2+3="}\n')
     assert main(["init", str(tmp_path / "new"), "--data", str(data)]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "has prompts alone, in 'prompt', and the code that init writes compares with right answers." in told
+    assert "has only prompts, in 'prompt'. The code that init writes compares responses with right answers" in told
     data.write_text("")
     assert main(["init", str(tmp_path / "new"), "--data", str(data)]) == 2
     assert "has no rows" in capsys.readouterr().err

@@ -16,12 +16,9 @@ import torch
 from forks import Forks
 from training_worlds import backend, config, minibatch, same
 
-from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.algorithms.off_policy import CORRECTIONS, REJECTION_STATISTICS
-from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.build import processes
+from skyrl_train.build.checks import TRAINING_REGISTRIES
 from skyrl_train.build.processes import started_processes
 from skyrl_train.config.compose import compose
 from skyrl_train.errors import CheckpointError, ModelError, TrainingWorkerError
@@ -29,7 +26,6 @@ from skyrl_train.training.backend import TokenRecord, TrainingBackend
 from skyrl_train.training.local_backend import LocalCritic
 from skyrl_train.training.process import TrainingProcess
 from skyrl_train.training.process_backend import ProcessBackend, ProcessCritic
-from skyrl_train.training.schedules import SCHEDULES
 from skyrl_train.weight_sync.disk import DiskTransport
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
@@ -157,20 +153,14 @@ def test_a_program_with_threads_trains_in_a_process_unless_the_process_would_lac
 
     assert in_a_process("gspo", threads=True)
     assert not in_a_process("of_this_program", threads=True)
+    assert not in_a_process("__main__:loss", threads=True)
     assert in_a_process("of_this_program", threads=False)  # a fork
 
 
 def test_the_librarys_own_names_are_not_of_the_program() -> None:
-    registries = (
-        ADVANTAGE_ESTIMATORS,
-        KL_ESTIMATORS,
-        CORRECTIONS,
-        REJECTION_STATISTICS,
-        POLICY_LOSSES,
-        REDUCTIONS,
-        SCHEDULES,
-    )
-    of_program = [name for registry in registries for name in registry.names() if registry.is_of_program(name)]
+    of_program = [
+        name for registry in TRAINING_REGISTRIES.values() for name in registry.names() if registry.is_of_program(name)
+    ]
     assert of_program == []
 
 
@@ -181,7 +171,7 @@ def test_counting_the_prompts_leaves_a_program_that_can_be_forked(
     program = (
         "import importlib, sys\n"
         "import skyrl_train.entrypoints\n"
-        "importlib.reload(skyrl_train.entrypoints)\n"  # a fork has it already, and the environment of whoever asked for the fork
+        "importlib.reload(skyrl_train.entrypoints)\n"  # the fork was imported with another environment
         "from skyrl_train.config.compose import compose\n"
         "from skyrl_train.entrypoints.inputs import load_inputs\n"
         "from skyrl_train.workers.process import single_threaded\n"

@@ -89,6 +89,13 @@ def checkpoints_to_keep(value: Any, theirs: Theirs) -> Any:
     return Without("not all checkpoints are kept: trainer.max_ckpts_to_keep is a number") if value is None else value
 
 
+def share_of_steps(share: float, steps: int | None) -> int | Without:
+    """Convert a share of ``steps``, the number of all steps, to a number of steps."""
+    return (
+        Without("num_warmup_steps counts steps; a share needs their number") if steps is None else round(share * steps)
+    )
+
+
 def trackers(value: Any, theirs: Theirs) -> list[Any]:
     """Convert a list of loggers. ``console`` is no tracker here."""
     return [name for name in as_list(value, theirs) if name != "console"]

@@ -17,6 +17,7 @@ from skyrl_train.config.migration.table import (
     list_unless_none,
     mapped_values,
     other_names,
+    share_of_steps,
     unless_none,
     without,
 )
@@ -54,9 +55,7 @@ def _warmup(value: Any, theirs: Theirs) -> Any:
     if value == 0:  # the other one of the two settings counts
         return UNSET if theirs.get("warmup_steps") or theirs.get("warmup_ratio") else 0
     steps = theirs.get("max_steps") or -1
-    return (
-        round(value * steps) if steps > 0 else Without("num_warmup_steps counts steps; with max_steps, it is a share")
-    )
+    return share_of_steps(value, steps if steps > 0 else None)
 
 
 def _trackers(value: Any, theirs: Theirs) -> Any:
@@ -214,7 +213,7 @@ _SETTINGS: list[Setting] = [
         for name, note in (("warmup_steps", "below 1: a share of max_steps"), ("warmup_ratio", "of max_steps"))
     ],
     Setting("run_name", "trainer.run_name", "", UNSET, unless_none),
-    Setting("save_total_limit", "trainer.max_ckpts_to_keep", "a number", UNSET, checkpoints_to_keep),
+    Setting("save_total_limit", "trainer.max_ckpts_to_keep", "null has no counterpart", UNSET, checkpoints_to_keep),
     Setting("top_k", "generator.sampling_params.top_k", "0: -1", UNSET, lambda value, theirs: value or -1),
     Setting("min_p", "generator.sampling_params.min_p", "None: 0", UNSET, lambda value, theirs: value or 0.0),
     Setting("epsilon", "trainer.algorithm.eps_clip_low"),

@@ -19,6 +19,7 @@ from skyrl_train.config.migration.table import (
     mapped_values,
     other_names,
     resumed,
+    share_of_steps,
     trackers,
     unless_none,
     without,
@@ -41,7 +42,7 @@ def _warmup(value: Any, theirs: Theirs) -> Any:
     steps = theirs.get("trainer.total_training_steps")
     if not value or (theirs.get(f"{_ACTOR}.optim.lr_warmup_steps") or 0) > 0:
         return UNSET
-    return Without("num_warmup_steps counts steps") if steps is None else round(value * steps)
+    return share_of_steps(value, steps)
 
 
 def _clip(side: str, *, cispo: bool) -> Callable[[Any, Theirs], Any]:
@@ -451,7 +452,13 @@ _SETTINGS: list[Setting] = [
             "experiment_name": "trainer.run_name",
         },
     ),
-    Setting("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpts_to_keep", "a number", UNSET, checkpoints_to_keep),
+    Setting(
+        "trainer.max_actor_ckpt_to_keep",
+        "trainer.max_ckpts_to_keep",
+        "null has no counterpart",
+        UNSET,
+        checkpoints_to_keep,
+    ),
     Setting("trainer.test_freq", "trainer.eval.interval", "-1: 0", UNSET, _or_0),
     Setting("trainer.save_freq", "trainer.ckpt_interval", "-1: 0", UNSET, _or_0),
     Setting(
