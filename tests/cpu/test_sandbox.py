@@ -44,13 +44,18 @@ def test_a_program_reads_prints_and_says_how_it_ended(isolation: str) -> None:
     assert not result.succeeded
 
 
+# A process that ended would leave its place to another one, so all wait until each has met the limit: for the end of a pipe that
+# each holds open until then.
 FORK_BOMB = """
 import os
+read, write = os.pipe()
 try:
     while True:
         os.fork()
 except OSError as error:
     print(error.errno, flush=True)
+os.close(write)
+os.read(read, 1)
 """
 
 
