@@ -103,10 +103,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Everything is imported. From now on the garbage collector passes over it."""
+    """Everything is imported. From now on the garbage collector passes over it, and looks at new objects seldom: by default 8 %
+    of the tests' processor time is its own. Tests that look for garbage collect it themselves."""
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
