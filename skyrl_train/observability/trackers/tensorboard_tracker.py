@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from skyrl_train.config.compose import to_yaml
@@ -44,8 +45,9 @@ class TensorBoardTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         scalars, histograms = split_histograms(metrics)
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        # One record for the step: each record opens the file again, and a step has a hundred metrics.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), step)
         for name, (counts, edges) in histograms.items():
             values = edges[:-1] + 0.5
             total, squares = float(counts @ values), float(counts @ values**2)
