@@ -132,5 +132,5 @@ def _trained(record: TokenRecord | None, mask: np.ndarray, advantages: np.ndarra
         return TrainedSequence(mask, advantages, None, None)
     logprobs, weights = np.zeros(len(mask), np.float32), np.zeros(len(mask), np.float32)
     if record is not None:
-        logprobs[mask], weights[mask] = record.logprobs.numpy(), record.weights.numpy()
+        logprobs[mask], weights[mask] = record.logprobs, record.weights
     return TrainedSequence(mask, advantages, logprobs, weights)

@@ -5,6 +5,9 @@
 Each estimator sees one group, so a step may train group by group as they arrive. The exception is
 :func:`normalized_over_minibatch`, which needs all groups of the step (``advantage_batch_normalize``). Filters of groups without
 signal, and ``reward/*`` in the metrics, use the rewards before any penalty.
+
+What compares the samples of a group computes in numpy. A minibatch is built in a thread beside the control loop, and each
+operation of torch lets go of the interpreter: the loop takes it, and the thread waits for the loop to be idle.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from skyrl_train.algorithms.registry import Registry
 from skyrl_train.config.schema import AlgorithmConfig, OverlongConfig
@@ -52,16 +58,18 @@ class GroupRewards:
     @property
     def returns(self) -> torch.Tensor:
         """The return of each sample, float32 ``[n]``: the undiscounted sum of its per-token rewards."""
-        return torch.tensor([sum(rewards) for rewards in self.token_rewards], dtype=torch.float32)
+        return torch.from_numpy(np.array([sum(rewards) for rewards in self.token_rewards], np.float32))
 
     def compared(self) -> torch.Tensor:
         """Return the returns of the samples in the baseline, float64 ``[m]``; of all samples where the baseline is empty."""
-        returns = self.returns.double()
-        return returns[torch.tensor(self.in_baseline)] if any(self.in_baseline) else returns
+        returns = self.returns.numpy().astype(np.float64)
+        return torch.from_numpy(returns[np.array(self.in_baseline)] if any(self.in_baseline) else returns)
 
-    def on_trained_tokens(self, of_samples: torch.Tensor) -> list[torch.Tensor]:
+    def on_trained_tokens(self, of_samples: torch.Tensor | npt.NDArray[np.float64]) -> list[torch.Tensor]:
         """Spread one value per sample over its tokens: float32 ``[T_i]`` per sample, 0 where the loss mask is 0."""
-        return [value * mask.bool() for value, mask in zip(of_samples.float(), self.loss_masks, strict=True)]
+        values = np.asarray(of_samples, np.float32)
+        masks = [mask.numpy().astype(bool, copy=False) for mask in self.loss_masks]
+        return [torch.from_numpy(value * mask) for value, mask in zip(values, masks, strict=True)]
 
 
 # Maps the rewards of one group to per-token advantages: per sample float32 [T_i], 0 where the mask is False. ``config.kwargs``
@@ -79,12 +87,12 @@ def grpo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     ``grpo_norm_by_std`` there is no division (Dr. GRPO, arXiv 2503.20783). ``std`` has Bessel's correction; mean and std are
     over the samples in the baseline. Equal returns, and a baseline of one sample, give exactly 0.
     """
-    compared = group.compared()
+    returns, compared = group.returns.numpy().astype(np.float64), group.compared().numpy()
     if _all_equal(compared):  # rounding in the mean must not become a signal
-        return group.on_trained_tokens(torch.zeros_like(group.returns))
-    outcome = group.returns.double() - compared.mean()
+        return group.on_trained_tokens(np.zeros(len(returns)))
+    outcome = returns - compared.mean()
     if config.grpo_norm_by_std:
-        outcome = outcome / (compared.std() + STD_EPSILON)
+        outcome = outcome / (compared.std(ddof=1) + STD_EPSILON)
     return group.on_trained_tokens(outcome)
 
 
@@ -95,12 +103,12 @@ def rloo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     The others are the samples in the baseline; a sample outside of it is compared with all of them. Equal returns, and a
     baseline of one sample, give exactly 0.
     """
-    compared, returns = group.compared(), group.returns.double()
+    returns, compared = group.returns.numpy().astype(np.float64), group.compared().numpy()
     if _all_equal(compared):
-        return group.on_trained_tokens(torch.zeros_like(returns))
-    inside = torch.tensor(group.in_baseline) if any(group.in_baseline) else torch.ones(len(returns), dtype=torch.bool)
+        return group.on_trained_tokens(np.zeros(len(returns)))
+    inside = np.array(group.in_baseline) if any(group.in_baseline) else np.ones(len(returns), np.bool_)
     # A sample in the baseline is left out of its own mean; a sample outside of it is compared with the whole baseline.
-    others = (compared.sum() - torch.where(inside, returns, 0.0)) / (len(compared) - inside.double())
+    others = (compared.sum() - np.where(inside, returns, 0.0)) / (len(compared) - inside)
     return group.on_trained_tokens(returns - others)
 
 
@@ -116,16 +124,16 @@ def maxrl(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     Raises:
         GeneratorOutputError: a return is negative.
     """
-    compared = group.compared()
-    if bool((group.returns < 0).any()):
+    returns, compared = group.returns.numpy().astype(np.float64), group.compared().numpy()
+    if (returns < 0).any():
         raise GeneratorOutputError(
-            f"trainer.algorithm.advantage_estimator=maxrl divides by the mean return, and one of {group.returns.tolist()} is "
+            f"trainer.algorithm.advantage_estimator=maxrl divides by the mean return, and one of {returns.tolist()} is "
             "negative. Use rewards of at least 0 (without penalties for length or KL), or another estimator."
         )
     # Also covers a mean of 0: without negative returns, all of them are 0 then.
     if _all_equal(compared):
-        return group.on_trained_tokens(torch.zeros_like(group.returns))
-    return group.on_trained_tokens((group.returns.double() - compared.mean()) / compared.mean())
+        return group.on_trained_tokens(np.zeros(len(returns)))
+    return group.on_trained_tokens((returns - compared.mean()) / compared.mean())
 
 
 @register_advantage_estimator("gae")
@@ -231,5 +239,5 @@ def overlong_penalty(sampled_tokens: int, config: OverlongConfig) -> float:
     return -config.penalty_factor * min(max(over / config.buffer_len, 0.0), 1.0)
 
 
-def _all_equal(values: torch.Tensor) -> bool:
+def _all_equal(values: torch.Tensor | npt.NDArray[np.float64]) -> bool:
     return bool((values == values[0]).all())

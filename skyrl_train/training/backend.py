@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from skyrl_train.algorithms.reductions import SequenceCounts
@@ -78,10 +80,10 @@ class Minibatch:
 
 
 class TokenRecord(NamedTuple):
-    """Numbers of the trained tokens of a recorded sequence (those with loss mask True), in their order; float32, on the CPU."""
+    """Numbers of the trained tokens of a recorded sequence (those with loss mask True), in their order."""
 
-    logprobs: torch.Tensor  # under the policy at the beginning of the step
-    weights: torch.Tensor  # importance weights of the loss, after truncation and rejection
+    logprobs: npt.NDArray[np.float32]  # under the policy at the beginning of the step
+    weights: npt.NDArray[np.float32]  # importance weights of the loss, after truncation and rejection
 
 
 class Training(ABC):

@@ -106,8 +106,9 @@ def _rows(
     for number, (sample, advantage) in enumerate(zip(group.samples, advantages, strict=True)):
         untrained = group.masked or (algorithm.overlong.filter and was_cut_off(sample))
         lengths = [sequence.num_response_tokens for sequence in sample.sequences]
-        value = [None] * len(lengths) if values is None else values[number].split(lengths)
-        for sequence, of_advantage, of_value in zip(sample.sequences, advantage.split(lengths), value, strict=True):
+        of_advantages = _split(advantage, lengths)
+        of_values = [None] * len(lengths) if values is None else _split(values[number], lengths)
+        for sequence, of_advantage, of_value in zip(sample.sequences, of_advantages, of_values, strict=True):
             trained = np.zeros_like(sequence.sampled) if untrained else sequence.sampled
             if oldest_trained_version is not None:
                 trained = trained & (sequence.version_array >= oldest_trained_version)
@@ -125,6 +126,10 @@ def _rows(
                 )
             )
     return rows
+
+
+def _split(values: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+    return values.split(lengths) if len(lengths) != 1 else [values]
 
 
 def was_cut_off(sample: Sample) -> bool:

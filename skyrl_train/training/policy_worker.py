@@ -104,7 +104,7 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
         for record, of_logprobs, of_weights in zip(micro_batch.records, *columns, strict=True):
             if record is not None:
                 # Of the first pass, before the step moves the policy. Copies: a part would keep the whole micro-batch.
-                self._records.setdefault(record, TokenRecord(of_logprobs.clone(), of_weights.clone()))
+                self._records.setdefault(record, TokenRecord(of_logprobs.numpy().copy(), of_weights.numpy().copy()))
 
     def take_records(self) -> dict[int, TokenRecord]:
         """See :meth:`TrainingBackend.take_records`."""

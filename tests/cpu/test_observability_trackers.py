@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded_runs import RecordedRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from skyrl_train.build.checks import check_import_paths
 from skyrl_train.config.compose import compose
@@ -409,6 +410,12 @@ def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path: Path) ->
     events = EventAccumulator(str(folder)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
     assert "staleness/histogram/0" not in events.Tags()["scalars"]
+    written = [event for file in sorted(folder.glob("events*")) for event in EventFileLoader(str(file)).Load()]
+    of_steps = [event.step for event in written if any(value.tag == "reward/mean" for value in event.summary.value)]
+    assert of_steps == [1, 2, 3, 3, 4]
+    for event in written:  # each record opens the file again
+        tags = {value.tag for value in event.summary.value}
+        assert ("loss/policy" in tags) == ("reward/mean" in tags), "one record for the step"
     lags = events.Histograms("staleness/histogram")[-1].histogram_value
     assert (lags.num, lags.min, lags.max, list(lags.bucket)[-3:]) == (4.0, -0.5, 2.5, [3.0, 0.0, 1.0])
     assert {event.step for event in events.Tensors("samples/train/text_summary")} == {1, 2, 3, 4}

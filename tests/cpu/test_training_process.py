@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from forks import Forks
@@ -64,9 +65,9 @@ def train(policy: TrainingBackend, folder: Path) -> list[object]:
 
 
 def plain(answer: object) -> object:
-    """``answer`` with lists in place of tensors, and without times."""
+    """``answer`` with lists in place of tensors and arrays, and without times."""
     match answer:
-        case torch.Tensor():
+        case torch.Tensor() | np.ndarray():
             return answer.tolist()
         case TokenRecord() | list():
             return [plain(part) for part in answer]

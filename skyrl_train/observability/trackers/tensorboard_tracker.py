@@ -46,8 +46,8 @@ class TensorBoardTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         scalars, histograms = split_histograms(metrics)
         # One record for the step: each record opens the file again, and a step has a hundred metrics.
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._writer.file_writer.add_summary(Summary(value=values), step)
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()])
+        self._writer.file_writer.add_summary(summary, step)  # type: ignore[attr-defined]  # to mypy it is None
         for name, (counts, edges) in histograms.items():
             values = edges[:-1] + 0.5
             total, squares = float(counts @ values), float(counts @ values**2)
