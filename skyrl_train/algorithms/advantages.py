@@ -67,7 +67,7 @@ class GroupRewards:
 
     def on_trained_tokens(self, of_samples: torch.Tensor | npt.NDArray[np.float64]) -> list[torch.Tensor]:
         """Spread one value per sample over its tokens: float32 ``[T_i]`` per sample, 0 where the loss mask is 0."""
-        values = np.asarray(of_samples, np.float32)
+        values = of_samples.float().numpy() if isinstance(of_samples, torch.Tensor) else of_samples.astype(np.float32)
         masks = [mask.numpy().astype(bool, copy=False) for mask in self.loss_masks]
         return [torch.from_numpy(value * mask) for value, mask in zip(values, masks, strict=True)]
 
