@@ -103,8 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Everything is imported. From now on the garbage collector passes over it, and looks at new objects seldom: by default 8 %
-    of the tests' processor time is its own. Tests that look for garbage collect it themselves."""
+    """Everything is imported. From now on the garbage collector passes over it, and runs seldom: with the default thresholds it
+    took 7 to 11 % of the processor time of six files. Tests that look for garbage collect it themselves."""
     gc.enable()
     gc.collect()
     gc.freeze()

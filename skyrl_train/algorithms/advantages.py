@@ -6,8 +6,8 @@ Each estimator sees one group, so a step may train group by group as they arrive
 :func:`normalized_over_minibatch`, which needs all groups of the step (``advantage_batch_normalize``). Filters of groups without
 signal, and ``reward/*`` in the metrics, use the rewards before any penalty.
 
-What compares the samples of a group computes in numpy. A minibatch is built in a thread beside the control loop, and each
-operation of torch lets go of the interpreter: the loop takes it, and the thread waits for the loop to be idle.
+Estimators that compare the samples of a group use numpy. A minibatch is built in a thread beside the control loop. Each torch
+operation releases the interpreter lock; the loop takes it, and the thread waits until the loop is idle.
 """
 
 from __future__ import annotations
@@ -60,11 +60,6 @@ class GroupRewards:
         """The return of each sample, float32 ``[n]``: the undiscounted sum of its per-token rewards."""
         return torch.from_numpy(np.array([sum(rewards) for rewards in self.token_rewards], np.float32))
 
-    def compared(self) -> torch.Tensor:
-        """Return the returns of the samples in the baseline, float64 ``[m]``; of all samples where the baseline is empty."""
-        returns = self.returns.numpy().astype(np.float64)
-        return torch.from_numpy(returns[np.array(self.in_baseline)] if any(self.in_baseline) else returns)
-
     def on_trained_tokens(self, of_samples: torch.Tensor | npt.NDArray[np.float64]) -> list[torch.Tensor]:
         """Spread one value per sample over its tokens: float32 ``[T_i]`` per sample, 0 where the loss mask is 0."""
         values = of_samples.float().numpy() if isinstance(of_samples, torch.Tensor) else of_samples.astype(np.float32)
@@ -87,7 +82,7 @@ def grpo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     ``grpo_norm_by_std`` there is no division (Dr. GRPO, arXiv 2503.20783). ``std`` has Bessel's correction; mean and std are
     over the samples in the baseline. Equal returns, and a baseline of one sample, give exactly 0.
     """
-    returns, compared = group.returns.numpy().astype(np.float64), group.compared().numpy()
+    returns, compared = _returns_and_baseline(group)
     if _all_equal(compared):  # rounding in the mean must not become a signal
         return group.on_trained_tokens(np.zeros(len(returns)))
     outcome = returns - compared.mean()
@@ -103,7 +98,7 @@ def rloo(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     The others are the samples in the baseline; a sample outside of it is compared with all of them. Equal returns, and a
     baseline of one sample, give exactly 0.
     """
-    returns, compared = group.returns.numpy().astype(np.float64), group.compared().numpy()
+    returns, compared = _returns_and_baseline(group)
     if _all_equal(compared):
         return group.on_trained_tokens(np.zeros(len(returns)))
     inside = np.array(group.in_baseline) if any(group.in_baseline) else np.ones(len(returns), np.bool_)
@@ -124,7 +119,7 @@ def maxrl(group: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
     Raises:
         GeneratorOutputError: a return is negative.
     """
-    returns, compared = group.returns.numpy().astype(np.float64), group.compared().numpy()
+    returns, compared = _returns_and_baseline(group)
     if (returns < 0).any():
         raise GeneratorOutputError(
             f"trainer.algorithm.advantage_estimator=maxrl divides by the mean return, and one of {returns.tolist()} is "
@@ -237,6 +232,12 @@ def overlong_penalty(sampled_tokens: int, config: OverlongConfig) -> float:
         return 0.0
     over = sampled_tokens - (config.max_response_len - config.buffer_len)
     return -config.penalty_factor * min(max(over / config.buffer_len, 0.0), 1.0)
+
+
+def _returns_and_baseline(group: GroupRewards) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return the returns of all samples ``[n]``, and of the samples in the baseline ``[m]``: all, where the baseline is empty."""
+    returns = group.returns.numpy().astype(np.float64)
+    return returns, returns[np.array(group.in_baseline)] if any(group.in_baseline) else returns
 
 
 def _all_equal(values: torch.Tensor | npt.NDArray[np.float64]) -> bool:

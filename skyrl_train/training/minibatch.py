@@ -129,6 +129,7 @@ def _rows(
 
 
 def _split(values: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+    # Most samples have one sequence, and each torch operation may wait for the control loop.
     return values.split(lengths) if len(lengths) != 1 else [values]
 
 

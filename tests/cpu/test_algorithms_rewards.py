@@ -10,6 +10,7 @@ import torch
 from algorithm_worlds import few
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.algorithms.advantages import STD_EPSILON, GroupRewards, overlong_penalty
 from skyrl_train.algorithms.kl import KlControl, kl_penalties
@@ -186,3 +187,35 @@ def test_the_factor_adapts_only_if_it_scales_a_term(
 def test_an_untrained_token_has_no_penalty() -> None:
     config = AlgorithmConfig(kl_reward_coef=0.1, kl_estimator_type="k1")
     assert kl_penalties([-1.0, -2.0, -0.5], [-1.5, -2.5, 0.0], [1, 0, 1], config) == [0.5, 0.0, -0.5]
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts torch operations, without conversions from and to numpy, which keep the interpreter lock."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func not in (torch.ops.aten.lift_fresh.default, torch.ops.aten.detach.default)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl"])
+def test_more_groups_need_no_more_torch_operations(estimator: str) -> None:
+    """Each releases the interpreter lock, and the thread that builds the minibatch then waits for the control loop."""
+    numbers = []
+    for groups in (1, 20):
+        with CountedOperations() as counted:
+            a_group = group(sample(3, 1.0), sample(1, 0.0), sample(2, 3.0))
+            build_minibatch([a_group] * groups, 1, AlgorithmConfig(advantage_estimator=estimator))
+        numbers.append(counted.number)
+    assert 0 < numbers[0] == numbers[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_estimator_may_give_values_of_any_dtype(dtype: torch.dtype) -> None:
+    rewards = GroupRewards([[1.0, 0.0], [2.0]], [torch.tensor([1, 0]), torch.tensor([True])], [True, True])
+    of_samples = rewards.on_trained_tokens(torch.tensor([0.5, -2.0], dtype=dtype))
+    assert [(values.dtype, values.tolist()) for values in of_samples] == [
+        (torch.float32, [0.5, 0.0]),
+        (torch.float32, [-2.0]),
+    ]

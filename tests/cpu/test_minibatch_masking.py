@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.errors import GeneratorOutputError
@@ -56,27 +54,6 @@ def test_tokens_older_than_the_oldest_trained_version_leave_the_numerator_and_st
     assert trained(old) == [False, False, False, True, True]
     assert trained(new) == [True, True]
     assert (old.counts.tokens, new.counts.tokens) == (4, 2)
-
-
-class CountedOperations(TorchDispatchMode):
-    """Counts the operations of torch within it, without conversions from and to numpy, which hold the interpreter."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func not in (torch.ops.aten.lift_fresh.default, torch.ops.aten.detach.default)
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "maxrl"])
-def test_more_groups_need_no_more_operations_of_torch(estimator: str) -> None:
-    """Each lets go of the interpreter, and the thread that builds the minibatch then waits for the control loop."""
-    numbers = []
-    for groups in (1, 20):
-        with CountedOperations() as counted:
-            build_minibatch([group([1, 1, 1], [2], [1, 2])] * groups, 9, AlgorithmConfig(advantage_estimator=estimator))
-        numbers.append(counted.number)
-    assert 0 < numbers[0] == numbers[1]
 
 
 def test_without_an_oldest_version_everything_sampled_is_trained() -> None:
