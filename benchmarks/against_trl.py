@@ -20,13 +20,14 @@ importance ratio of trainer and engine, TRL does that with vLLM alone. Start-up 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.rollout.data.dataset import load_dataset
 
-TRL, TORCH = "trl==1.16.0", "torch==2.13.0"
+PACKAGES = ("trl==1.16.0", "torch==2.13.0", "reasoning-gym==0.1.25")
 SCRIPT = Path(__file__).with_name("trl_quickstart.py")
 
 
@@ -47,6 +48,21 @@ class Step:
     reward: float
     tokens: float  # per response
 
+    @classmethod
+    def of_trl(cls, row: Mapping[str, float]) -> Step:
+        return cls(**row)
+
+    @classmethod
+    def of_ours(cls, row: Mapping[str, float]) -> Step:
+        return cls(row["time/step"], row["reward/mean"], row["generate/response_tokens"])
+
+
+Enough = Callable[[Sequence[Step]], bool]
+
+
+def never(steps: Sequence[Step]) -> bool:
+    return False
+
 
 def mean(steps: Sequence[Step]) -> Step:
     return Step(*(statistics.fmean(values) for values in zip(*map(astuple, steps), strict=True)))
@@ -55,25 +71,26 @@ def mean(steps: Sequence[Step]) -> Step:
 def trl_command(python: str | None) -> list[str]:
     if python is not None:
         return [python]
-    return ["uv", "run", "--quiet", "--no-project", "--python", "3.11", "--with", TRL, "--with", TORCH, "python"]
+    packages = [argument for package in PACKAGES for argument in ("--with", package)]
+    return ["uv", "run", "--quiet", "--no-project", "--python", "3.11", *packages, "python"]
 
 
-def run_trl(command: Sequence[str], settings: Mapping[str, Any], folder: Path, threads: int) -> list[Step]:
+def run_trl(
+    command: Sequence[str], settings: Mapping[str, Any], folder: Path, threads: int, enough: Enough = never
+) -> list[Step]:
+    """Train with TRL until its last step, or until ``enough`` of the steps so far is true."""
     path = folder / "settings.json"
     path.write_text(json.dumps(settings))
     environment = dict(os.environ, OMP_NUM_THREADS=str(threads), HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1")
     environment.pop("PYTHONPATH", None)  # ours
     if "PIP_FIND_LINKS" in environment:
         environment["UV_FIND_LINKS"] = environment["PIP_FIND_LINKS"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(path)], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"TRL failed:\n{done.stderr[-3000:]}")
-    return [Step(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+    output = folder / "trl.jsonl"
+    return _steps_of([*command, str(SCRIPT), str(path), str(output)], environment, output, Step.of_trl, enough)
 
 
-def run_ours(mode: str, settings: Mapping[str, Any], folder: Path) -> list[Step]:
+def run_ours(mode: str, settings: Mapping[str, Any], folder: Path, enough: Enough = never) -> list[Step]:
+    """Train by the real command, as :func:`run_trl` does."""
     with tempfile.TemporaryDirectory(dir=folder) as run:
         command = [sys.executable, "-m", "skyrl_train", "train", settings["recipe"]]
         overrides = [
@@ -86,27 +103,56 @@ def run_ours(mode: str, settings: Mapping[str, Any], folder: Path) -> list[Step]
             "trainer.ckpt_interval=0",
         ]
         environment = dict(os.environ, OMP_NUM_THREADS="1")
-        done = subprocess.run([*command, *overrides], capture_output=True, text=True, check=False, env=environment)
-        if done.returncode:
-            raise SystemExit(f"The {mode} run failed:\n{done.stderr[-3000:]}")
-        lines = Path(run, "run", "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [Step(row["time/step"], row["reward/mean"], row["generate/response_tokens"]) for row in rows]
+        rows = Path(run, "run", "metrics.jsonl")
+        return _steps_of([*command, *overrides], environment, rows, Step.of_ours, enough)
+
+
+def _steps_of(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: Path,
+    to_step: Callable[[dict[str, float]], Step],
+    enough: Enough,
+) -> list[Step]:
+    """Run ``command`` until it ends or there are ``enough`` steps. Each line that it writes to ``output`` is one step."""
+    output.unlink(missing_ok=True)
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, env=environment, stdout=errors, stderr=errors)
+        steps: list[Step] = []
+        while not enough(steps):
+            ended = process.poll() is not None
+            if not ended:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1)
+            if output.exists():  # a last line that is not complete is read the next time
+                lines = output.read_text().split("\n")[:-1]
+                steps += [to_step(json.loads(line)) for line in lines[len(steps) :]]
+            if ended:
+                break
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        elif process.returncode:
+            errors.seek(0)
+            raise SystemExit(f"{' '.join(command)} failed:\n{errors.read()[-3000:]}")
+    return steps
 
 
 def shared_settings(recipe: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings of the recipe that both sides use. The model's initial weights and the prompts' order follow from
     ``seed``."""
     config = compose(recipe, [f"trainer.seed={seed}"])
-    model = folder / f"model-{recipe}-{seed}"
+    model = folder / f"model-{Path(recipe).stem}-{seed}"
     build_model_folder(config.trainer.policy.model.build, model, config.trainer.seed)
     optimizer = config.trainer.policy.optimizer_config
     prompts = [
-        {"prompt": record.prompt[0]["content"], "answer": record.env_extras.get("answer")}
+        {"prompt": record.prompt[0]["content"], "row": json.dumps(record.env_extras)}
         for record in load_dataset(config.data, config.environment)
     ]
     return {
         "recipe": recipe,
+        "env_class": config.environment.env_class,
+        "env_kwargs": config.environment.kwargs,
         "model": str(model),
         "output": str(folder / "trl"),
         "prompts": prompts,

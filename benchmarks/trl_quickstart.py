@@ -1,9 +1,10 @@
 """TRL's GRPO trainer on the quickstart's task; started by ``benchmarks/against_trl.py`` in an environment that has TRL.
 
-    python benchmarks/trl_quickstart.py SETTINGS.json
+    python benchmarks/trl_quickstart.py SETTINGS.json STEPS.jsonl
 
-Needs ``trl==1.16.0`` and nothing of this library. SETTINGS has the model folder, the prompts and all shared numbers.
-Prints one JSON object per optimizer step: its seconds, mean reward and mean response length in tokens.
+Needs ``trl==1.16.0`` and nothing of this library; for tasks of reasoning-gym, ``reasoning-gym`` as well. SETTINGS has the model
+folder, the prompts and all shared numbers. Writes one JSON object per optimizer step to STEPS: its seconds, mean reward and mean
+response length in tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -23,10 +26,22 @@ def positional_match(answer: str, target: str) -> float:
     return sum(a == t for a, t in zip(answer, target, strict=False)) / longest
 
 
-class StepTimes(TrainerCallback):
-    """Seconds from the end of one optimizer step to the end of the next."""
+def scorer(settings: dict[str, Any]) -> Callable[[str, dict[str, Any], bool], float]:
+    """Return the task's reward of an answer, its row, and whether the answer ended by itself."""
+    library, _, task = settings["env_class"].rpartition(":")
+    if library != "reasoning_gym":  # an answer that was cut off earns half
+        return lambda text, row, ended: positional_match(text, row["answer"]) * (1.0 if ended else 0.5)
+    import reasoning_gym
 
-    def __init__(self) -> None:
+    dataset = reasoning_gym.create_dataset(task, seed=0, size=1, **settings["env_kwargs"])
+    return lambda text, row, ended: dataset.score_answer(text.strip(), row["entry"])
+
+
+class StepTimes(TrainerCallback):
+    """Writes the seconds from the end of one optimizer step to the end of the next, with the step's reward."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.previous = 0.0
         self.seconds = 0.0
 
@@ -40,7 +55,8 @@ class StepTimes(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and "reward" in logs:
             row = {"seconds": self.seconds, "reward": logs["reward"], "tokens": logs["completions/mean_length"]}
-            print(json.dumps(row), flush=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def main() -> None:
@@ -48,11 +64,11 @@ def main() -> None:
     max_tokens, samples = settings["max_tokens"], settings["samples"]
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
 
-    def reward(completions, completion_ids, answer, **kwargs):
-        """Return the quickstart's rewards: halved where the response did not end by itself."""
-        matches = [positional_match(text, target) for text, target in zip(completions, answer, strict=True)]
+    score = scorer(settings)
+
+    def reward(completions, completion_ids, row, **kwargs):
         ended = [ids[-1] == tokenizer.eos_token_id or len(ids) < max_tokens for ids in completion_ids]
-        return [match if end else match / 2 for match, end in zip(matches, ended, strict=True)]
+        return [score(*each) for each in zip(completions, map(json.loads, row), ended, strict=True)]
 
     config = GRPOConfig(
         output_dir=settings["output"],
@@ -90,7 +106,7 @@ def main() -> None:
         args=config,
         train_dataset=Dataset.from_list(settings["prompts"]),
         processing_class=tokenizer,
-        callbacks=[StepTimes()],
+        callbacks=[StepTimes(Path(sys.argv[2]))],
     )
     trainer.train()
 

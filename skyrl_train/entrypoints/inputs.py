@@ -63,7 +63,8 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
         dataset.fit = limit.fit
     evaluation_prompts = load_evaluation_prompts(config, limit)
     if isinstance(dataset, PromptDataset) and config.trainer.policy.model.path is None:
-        check_alphabet(dataset, config.trainer.policy.model.build.alphabet)
+        build = config.trainer.policy.model.build
+        check_alphabet(dataset, build.alphabet, build.words)
     build_loader(dataset, config.data, config.trainer.seed)  # raises now if the sampler cannot work with this data
     # After the data is open: the number of steps follows from the number of prompts.
     # The length of a stream is unknown until all rows are read.

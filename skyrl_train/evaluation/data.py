@@ -40,7 +40,8 @@ def load_evaluation_prompts(config: RunConfig, limit: PromptLimit | None = None)
     try:
         prompts = load_dataset(data, config.environment)
         if config.trainer.policy.model.path is None:
-            check_alphabet(prompts, config.trainer.policy.model.build.alphabet)
+            build = config.trainer.policy.model.build
+            check_alphabet(prompts, build.alphabet, build.words)
         if limit is not None:
             prompts = limit.fit_all(prompts, "prompts of the evaluation")
     except (DataError, ConfigError) as error:

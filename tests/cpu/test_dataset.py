@@ -133,6 +133,10 @@ def test_prompts_that_the_alphabet_cannot_spell_are_refused(tmp_path: Path) -> N
     check_alphabet(dataset, "0123456789=abcdef")
     with pytest.raises(ConfigError, match=r"contain '=f', which .* at least '0123456789=abcdef'"):
         check_alphabet(dataset, "0123456789abcde")
+    digits = load_dataset(DataConfig(generate=50), EnvironmentConfig(env_class="copy_digits"))
+    check_alphabet(digits, "0123456789", words=[">"])
+    with pytest.raises(ConfigError, match="contain '>', which"):
+        check_alphabet(digits, "0123456789", words=[">>"])
     called = {"role": "assistant", "content": None, "tool_calls": []}
     file = tmp_path / "calls.jsonl"
     file.write_text(json.dumps({"prompt": [{"role": "user", "content": "1"}, called]}))

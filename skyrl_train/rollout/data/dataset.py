@@ -521,22 +521,28 @@ def for_each(dataset: PromptDataset | StreamingPrompts, check: Callable[[PromptR
         dataset.checks.append(check)
 
 
-def check_alphabet(dataset: PromptDataset | StreamingPrompts, alphabet: str) -> None:
-    """Check that a character tokenizer over ``alphabet`` knows every character of the prompts. A stream checks as it reads.
+def check_alphabet(dataset: PromptDataset | StreamingPrompts, alphabet: str, words: Sequence[str] = ()) -> None:
+    """Check that a tokenizer with one token per character of ``alphabet`` and per word of ``words`` knows all of the prompts.
+
+    A stream checks as it reads.
 
     Raises:
         ConfigError: some characters are unknown; the message has a setting that includes them.
     """
     if isinstance(dataset, PromptDataset):
-        _check_characters(dataset.records, alphabet)
+        _check_characters(dataset.records, alphabet, words)
     else:
-        dataset.checks.append(lambda record: _check_characters([record], alphabet))
+        dataset.checks.append(lambda record: _check_characters([record], alphabet, words))
 
 
-def _check_characters(records: Iterable[PromptRecord], alphabet: str) -> None:
-    used = {
-        character for record in records for message in record.prompt for character in str(message.get("content", ""))
-    }
+def _check_characters(records: Iterable[PromptRecord], alphabet: str, words: Sequence[str]) -> None:
+    used: set[str] = set()
+    for record in records:
+        for message in record.prompt:
+            content = str(message.get("content", ""))
+            for word in words:
+                content = content.replace(word, "")
+            used.update(content)
     unknown = used - set(alphabet)
     if unknown:
         remedy = "".join(sorted(used | set(alphabet)))
