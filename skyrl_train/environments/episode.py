@@ -5,6 +5,9 @@
 A blocking environment has its own thread. So its calls never overlap, objects that belong to one thread (sqlite, browsers)
 work, and a call that hangs costs one trajectory instead of a slot in a shared pool. The thread is a daemon, because a hung
 environment must not keep a finished run from exiting.
+
+Each way to the thread and back takes longer than most environments do, so calls that follow one another share one: ``make`` and
+``init``, ``get_metrics`` and ``close``. The thread of an episode that has ended well can serve a later one.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from skyrl_train.environments.base import Environment, EnvironmentFactory, EnvironmentStep
 from skyrl_train.errors import GeneratorOutputError, RolloutError
@@ -24,11 +27,10 @@ from skyrl_train.types import ConversationType
 
 logger = logging.getLogger(__name__)
 SHORTEST_RECORDED_S = 0.001  # shorter calls are no events: no picture shows them
-T = TypeVar("T")
 
 
 class Episode:
-    """``async with Episode(factory, extras, uid)`` makes the environment, and closes it however the body ends.
+    """``async with Episode(factory, extras, uid)`` closes the environment however the body ends. The first call makes it.
 
     Each call of a millisecond or more is recorded in ``events`` under the sample ``session``.
 
@@ -38,6 +40,9 @@ class Episode:
     Exceptions of the environment become a :class:`~skyrl_train.errors.RolloutError` that names the environment and the
     prompt, with the original as its cause. A result of ``step`` that breaks the contract is a GeneratorOutputError, which stops
     the run: the next attempt would return the same.
+
+    Args:
+        idle_threads: threads for episodes of blocking environments. This one takes one, if there is one, and leaves its own.
     """
 
     def __init__(
@@ -48,29 +53,23 @@ class Episode:
         *,
         events: EventLog = NO_EVENTS,
         session: str | None = None,
+        idle_threads: list[DaemonThreadPool] | None = None,
     ) -> None:
         self._factory = factory
         self._extras = extras
         self._uid = uid
         self._events = events
         self._session = session
+        self._idle_threads = idle_threads
         self._thread: DaemonThreadPool | None = None
         self._environment: Any = None  # see EnvironmentFactory.make
+        self._made = self._ended = False
 
     async def __aenter__(self) -> Self:
         if self._factory.is_blocking:
             # One thread, so that calls run in order. A shared pool would fill up with hung environments.
-            self._thread = DaemonThreadPool(max_threads=1, name=f"environment {self._factory.name}")
-
-        def make() -> None:
-            # Set in the environment's thread: if the episode is cancelled meanwhile, the queued close() finds it.
-            self._environment = self._factory.make(self._extras)
-
-        try:
-            await self._call("make", make)
-        except BaseException:
-            self._abandon()
-            raise
+            idle = self._idle_threads
+            self._thread = idle.pop() if idle else DaemonThreadPool(max_threads=1, name="environment")
         return self
 
     async def __aexit__(
@@ -80,25 +79,30 @@ class Episode:
             self._abandon()
             return
         try:
-            await self._call("close", self._close)
+            if self._made and not self._ended:
+                await self._call(("close", self._close))
         except asyncio.CancelledError:
             # Perhaps before the thread took the call. If not, this second close does nothing.
             self._abandon()
             raise
-        finally:
-            if self._thread is not None:
+        except BaseException:
+            self._leave_thread(None)
+            raise
+        self._leave_thread(self._idle_threads)
+
+    def _leave_thread(self, idle: list[DaemonThreadPool] | None) -> None:
+        if self._thread is not None:
+            if idle is None:
                 self._thread.shutdown(wait=False)
+            else:
+                idle.append(self._thread)
 
     async def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Return the messages that the policy sees first, and metadata. The environment gets copies of the messages."""
-
-        def init() -> tuple[ConversationType, dict[str, Any]]:
-            answer: tuple[ConversationType, dict[str, Any]] = self._environment.init(
-                [dict(message) for message in prompt]
-            )
-            return answer
-
-        return await self._call("init", init)
+        answer: tuple[ConversationType, dict[str, Any]] = await self._call(
+            ("init", lambda: self._environment.init([dict(message) for message in prompt]))
+        )
+        return answer
 
     async def step(self, action: str, stop_reason: str) -> EnvironmentStep:
         """Take the policy's text, which ended for ``stop_reason``, and return the checked result."""
@@ -109,29 +113,50 @@ class Episode:
                 self._environment.observe_stop(stop_reason)
             return _checked(self._environment.step(action), self._environment.step, self._factory.name)
 
-        return await self._call("step", step)
+        result: EnvironmentStep = await self._call(("step", step))
+        return result
 
-    async def get_metrics(self) -> dict[str, Any]:
-        """Return the environment's numbers about the episode."""
-        return await self._call("get_metrics", lambda: dict(self._environment.get_metrics()))
+    async def end(self) -> dict[str, Any]:
+        """Return the environment's numbers about the episode, and close it."""
+        numbers: dict[str, Any] = {}
+        await self._call(
+            ("get_metrics", lambda: numbers.update(self._environment.get_metrics())), ("close", self._close)
+        )
+        self._ended = True
+        return numbers
 
-    async def _call(self, call: str, function: Callable[[], T]) -> T:
-        began, ok = self._events.now(), False
+    async def _call(self, *calls: tuple[str, Callable[[], Any]]) -> Any:
+        """Run ``calls``, pairs of a name and a function, in their order, and return the result of the last one."""
+        if not self._made:
+            calls = (("make", self._make), *calls)
+        self._made = True
+        times = [self._events.now()]  # the begin of the first call, and the end of each
+
+        def run() -> Any:
+            result = None
+            for _, function in calls:
+                result = self._run(function)
+                times.append(self._events.now())
+            return result
+
         try:
             if self._thread is None:
-                result = self._run(function)
-            else:
-                result = await asyncio.get_running_loop().run_in_executor(self._thread, self._run, function)
-            ok = True
-            return result
+                return run()
+            return await asyncio.get_running_loop().run_in_executor(self._thread, run)
         finally:
-            times = {"t0": began, "t1": self._events.now()}
-            if times["t1"] - began >= SHORTEST_RECORDED_S and self._events.wants(self._session):
-                self._events.detail(
-                    "environment", self._session, {"name": self._factory.name, "call": call, **times, "ok": ok}
-                )
+            ended = len(times) - 1
+            times.append(self._events.now())  # of the call that has failed, or still runs without its caller
+            for place, (name, _) in enumerate(calls[: ended + 1]):
+                t0, t1 = times[place : place + 2]
+                if t1 - t0 >= SHORTEST_RECORDED_S and self._events.wants(self._session):
+                    of_call = {"call": name, "t0": t0, "t1": t1, "ok": place < ended}
+                    self._events.detail("environment", self._session, {"name": self._factory.name, **of_call})
 
-    def _run(self, function: Callable[[], T]) -> T:
+    def _make(self) -> None:
+        # In the environment's thread: if the episode is cancelled meanwhile, the queued close() finds it.
+        self._environment = self._factory.make(self._extras)
+
+    def _run(self, function: Callable[[], Any]) -> Any:
         try:
             return function()
         except GeneratorOutputError:

@@ -25,6 +25,7 @@ from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.chat import ChatRenderer
 from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StopReason
 from skyrl_train.runtime.concurrency import gather_or_cancel
+from skyrl_train.runtime.process import DaemonThreadPool
 from skyrl_train.runtime.seeds import derive_seed
 from skyrl_train.types import ConversationType, GeneratorInput, GeneratorOutput, TrajectoryID
 
@@ -81,6 +82,12 @@ class GymGenerator(GeneratorInterface):
         self._config = generator_config
         self._renderer = ChatRenderer.configured(generator_config, tokenizer, model_path)
         self._factories = {environment_config.env_class: resolve_environment(environment_config)}
+        self._environment_threads: list[DaemonThreadPool] = []  # that wait for an episode
+
+    async def aclose(self) -> None:
+        """End the threads of environments."""
+        while self._environment_threads:
+            self._environment_threads.pop().shutdown(wait=False)
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """Run every trajectory of ``input_batch`` to its end.
@@ -134,7 +141,14 @@ class GymGenerator(GeneratorInterface):
         session, events = trajectory_id.to_string(), self._client.events
         if factory.takes_max_turns:
             extras = {**extras, "max_turns": self._config.max_turns}
-        async with Episode(factory, extras, trajectory_id.instance_id, events=events, session=session) as episode:
+        async with Episode(
+            factory,
+            extras,
+            trajectory_id.instance_id,
+            events=events,
+            session=session,
+            idle_threads=self._environment_threads,
+        ) as episode:
             messages, _ = await episode.init(prompt)
             input_ids = self._renderer.render(messages)
             trajectory = _Trajectory(input_ids)
@@ -189,7 +203,7 @@ class GymGenerator(GeneratorInterface):
                 observed = extended[len(input_ids) + len(sampled) :]
                 trajectory.add(observed, 0, [0.0] * len(observed), [-1] * len(observed))
                 input_ids = extended
-            trajectory.environment_metrics = await episode.get_metrics()
+            trajectory.environment_metrics = await episode.end()
             return trajectory
 
     def _token_budget(self, input_length: int, max_tokens: int) -> int:

@@ -14,6 +14,7 @@ from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.environments.episode import Episode
 from skyrl_train.environments.registry import environment_factory
 from skyrl_train.errors import GeneratorOutputError, RolloutError
+from skyrl_train.runtime.process import DaemonThreadPool
 
 
 class Recorder(Environment):
@@ -65,6 +66,36 @@ async def test_a_blocking_environment_has_one_thread_of_its_own() -> None:
     threads = {thread for _, thread in calls}
     assert len(threads) == 1
     assert threads != {threading.get_ident()}
+
+
+async def test_a_thread_serves_the_next_episode_but_never_two_at_once_or_after_a_failure() -> None:
+    idle: list[DaemonThreadPool] = []
+
+    def next_one(**extras: Any) -> tuple[Episode, list[tuple[str, int]]]:
+        calls: list[tuple[str, int]] = []
+        factory = environment_factory("recorder", Recorder, {})
+        return Episode(factory, {"calls": calls, **extras}, "prompt-7", idle_threads=idle), calls
+
+    first, calls = next_one()
+    beside, calls_beside = next_one()
+    async with first, beside:
+        await first.init([])
+        await beside.init([])
+        await first.end()
+    assert [call for call, _ in calls] == [call for call, _ in calls_beside] == ["make", "close"]
+    threads = {thread for _, thread in calls} | {thread for _, thread in calls_beside}
+    assert len(threads) == len(idle) == 2
+    failing, calls = next_one(on_step=fail)
+    with pytest.raises(RolloutError):
+        async with failing:
+            await failing.step("a", "stop")
+    assert calls[0][1] in threads
+    assert len(idle) == 1, "what failed may still run"
+    unclosed, calls = next_one(on_close=fail)
+    with pytest.raises(RolloutError):
+        async with unclosed:
+            await unclosed.init([])
+    assert not idle
 
 
 async def test_a_quick_environment_runs_on_the_event_loop() -> None:
@@ -146,9 +177,9 @@ async def test_a_failing_close_fails_a_good_episode_and_never_hides_an_error(cap
         async with good:
             await good.step("a", "stop")
     bad, _ = episode(QuickRecorder, on_close=fail)
-    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError):
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyError, match="absent"):
         async with bad:
-            _ = 1 / 0
+            _ = (await bad.init([]))[1]["absent"]
     assert "raised while it was closed" in caplog.text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,6 +62,7 @@ class Ledger(Environment):
         type(self).open += 1
 
     def step(self, action: str) -> EnvironmentStep:
+        self.extras.get("threads", set()).add(threading.current_thread())
         if self.extras.get("fails"):
             raise OSError("sandbox gone")
         return {
@@ -291,6 +293,18 @@ async def test_environment_metrics_are_averaged_over_those_that_report_them() ->
     assert output["rollout_metrics"] is not None
     metrics = {k: v for k, v in output["rollout_metrics"].items() if k.startswith("environment/")}
     assert metrics == {"environment/steps": 2.0, "environment/solved": 0.5}
+
+
+async def test_later_calls_use_the_threads_of_environments_that_have_ended() -> None:
+    threads: set[threading.Thread] = set()
+    of_ledger = generator(ScriptedClient(lambda text, seed: "a."), LEDGER)
+    for _ in range(3):
+        await of_ledger.generate(batch(LEDGER, [{"threads": threads}] * 4))
+    assert len(threads) == 4
+    await of_ledger.aclose()
+    for thread in threads:
+        thread.join(300)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("env_class", [LEDGER, QUICK])
