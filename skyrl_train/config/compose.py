@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from enum import Enum
@@ -37,6 +38,7 @@ except ImportError:  # PyYAML was built without libyaml: the same text, four tim
 RECIPES = Path(__file__).parent / "recipes"
 BASE = "base"
 OVERRIDES = "the overrides"
+_hydra = threading.Lock()  # its configuration is a global of the process
 
 ConfigStore.instance().store(name=BASE, node=RunConfig)
 
@@ -67,7 +69,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | P
     # A user's recipe may build on the library's, which hydra finds through its search path.
     prepared = [*_prepare(overrides), f"hydra.searchpath=['file://{RECIPES}']"]
     try:
-        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        with _hydra, hydra.initialize_config_dir(str(folder), version_base="1.3"):
             composed = hydra.compose(name, overrides=prepared)
     except MissingConfigException as error:
         missing = error.missing_cfg_file or ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def refusal(*args: str, recipes: Path | None = None) -> str:
     with pytest.raises(ConfigError) as error:
         compose(args[0], args[1:], None if recipes is None else str(recipes))
     return str(error.value)
+
+
+def test_threads_compose_at_the_same_time() -> None:
+    seeds = range(20)
+    with ThreadPoolExecutor(4) as pool:
+        configs = pool.map(lambda seed: compose("quickstart", [f"trainer.seed={seed}"]), seeds)
+    assert [config.trainer.seed for config in configs] == list(seeds)
 
 
 @pytest.mark.parametrize("name", recipe_names())
