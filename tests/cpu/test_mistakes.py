@@ -70,6 +70,7 @@ class Talks(Sums):
 def of_trl(completions, answer, **kwargs): return [1.0] * len(completions)
 def of_trl_without_columns(completions, **kwargs): return [1.0] * len(completions)
 def of_trl_with_solution(completions, solution): return [1.0] * len(completions)
+def of_trl_with_prompt(prompt, completions): return [1.0] * len(completions)
 def of_trl_with_answer(completions, answer): return [1.0] * len(completions)
 def one_sample(sample, answer): return 1.0
 def reward(group, scale=1.0, prompts=None): return [scale] * len(group.samples)
@@ -136,6 +137,7 @@ def long(*more: str) -> tuple[str, ...]:
         ([*reward("reward"), "environment.env_class=run_length"], ["Set environment.env_class=single_turn"]),
         ([*OWN, "environment.env_class=gsm8k"], ["is skyrl_gym:gsm8k", "reward_spec", "the row has ['answer']"]),
         (reward("of_trl_with_solution"), ["names 'solution'", "columns of its row: answer"]),
+        (reward("of_trl_with_prompt"), ["names 'prompt'", "Did you mean prompts?"]),
         (reward("of_trl_with_answer", "rollout.stages.reward.kwargs.size=2"), ["keyword argument 'size'"]),
         (reward("one_sample"), ["takes (sample, answer)", "one number for each of group.samples"]),
         (

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.config.import_path import import_name
+from skyrl_train.config.keys import nearest
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, NonFiniteRewardError, RolloutError, StageError
 from skyrl_train.generators.validation import is_finite
@@ -260,10 +261,11 @@ def check_columns(path: str, kwargs: Mapping[str, Any], record: PromptRecord) ->
         for parameter in signature.parameters.values():
             named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if named and parameter.default is parameter.empty and parameter.name not in known:
+                close = nearest(parameter.name, known)
                 raise ConfigError(
-                    f"{SETTING}={part!r} names {parameter.name!r}, and prompt {record.uid!r} has no such column. It gets "
-                    "prompts, completions, completion_ids and the columns of its row: "
-                    f"{', '.join(sorted(record.env_extras)) or 'none'}."
+                    f"{SETTING}={part!r} names {parameter.name!r}, and prompt {record.uid!r} has no such column."
+                    f"{f' Did you mean {close}?' if close else ''} It gets prompts, completions, completion_ids and the columns "
+                    f"of its row: {', '.join(sorted(record.env_extras)) or 'none'}."
                 )
 
 
