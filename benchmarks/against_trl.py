@@ -89,8 +89,10 @@ def run_trl(
     return _steps_of([*command, str(SCRIPT), str(path), str(output)], environment, output, Step.of_trl, enough)
 
 
-def run_ours(mode: str, settings: Mapping[str, Any], folder: Path, enough: Enough = never) -> list[Step]:
-    """Train by the real command, as :func:`run_trl` does."""
+def run_ours(
+    mode: str, settings: Mapping[str, Any], folder: Path, enough: Enough = never, own: Sequence[str] = ()
+) -> list[Step]:
+    """Train by the real command with further settings ``own``, as :func:`run_trl` does."""
     with tempfile.TemporaryDirectory(dir=folder) as run:
         command = [sys.executable, "-m", "skyrl_train", "train", settings["recipe"]]
         overrides = [
@@ -101,6 +103,7 @@ def run_ours(mode: str, settings: Mapping[str, Any], folder: Path, enough: Enoug
             f"trainer.run_dir={run}/run",
             "trainer.trackers=[]",
             "trainer.ckpt_interval=0",
+            *own,
         ]
         environment = dict(os.environ, OMP_NUM_THREADS="1")
         rows = Path(run, "run", "metrics.jsonl")

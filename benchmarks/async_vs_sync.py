@@ -4,37 +4,48 @@
 
 Both modes run the same recipe by the real command, alternately, so that a machine that gets slower hits both. The ratio compares
 the time from the first to the last step. The time with the start of the processes is printed beside it.
+
+The floor of a step is its processor time, of all processes together, over the number of cores: no schedule of the same work is
+faster. It is the difference between the whole run and one of a few steps, so that it contains no start-up.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
+
+SHORT = 10  # steps
 
 
-def run(mode: str, recipe: str, steps: int, overrides: list[str]) -> tuple[float, float, float]:
-    """Train; return the seconds of all steps, the seconds of the whole command, and the mean lag."""
+class Run(NamedTuple):
+    """Seconds of all steps, of the whole command, of the processors, and the mean lag."""
+
+    steps_s: float
+    wall_s: float
+    cpu_s: float
+    lag: float
+
+
+def run(mode: str, recipe: str, steps: int, overrides: list[str]) -> Run:
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        command = [
-            sys.executable,
-            "-m",
-            "skyrl_train",
-            "train",
-            recipe,
-            f"trainer.mode={mode}",
-        ]
+        before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        command = [sys.executable, "-m", "skyrl_train", "train", recipe, f"trainer.mode={mode}"]
         settings = [f"trainer.max_steps={steps}", f"trainer.run_dir={folder}/run", "trainer.trackers=[]", *overrides]
         subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
-        wall_s = time.perf_counter() - started
+        wall_s, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    return sum(row["time/step"] for row in rows), wall_s, statistics.fmean(row["staleness/mean"] for row in rows)
+    lag = statistics.fmean(row["staleness/mean"] for row in rows)
+    return Run(sum(row["time/step"] for row in rows), wall_s, cpu_s, lag)
 
 
 def main() -> None:
@@ -44,16 +55,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args()
-    ratios = []
+    ratios, of_floor = [], []
     for number in range(1, options.rounds + 1):
-        sync_s, sync_wall_s, _ = run("sync", options.recipe, options.steps, options.overrides)
-        async_s, async_wall_s, lag = run("fully_async", options.recipe, options.steps, options.overrides)
-        ratios.append(sync_s / async_s)
+        sync = run("sync", options.recipe, options.steps, options.overrides)
+        ahead = run("fully_async", options.recipe, options.steps, options.overrides)
+        short = run("fully_async", options.recipe, SHORT, options.overrides)
+        ratios.append(sync.steps_s / ahead.steps_s)
+        step_s = (ahead.steps_s - short.steps_s) / (options.steps - SHORT)
+        floor_s = (ahead.cpu_s - short.cpu_s) / (options.steps - SHORT) / len(os.sched_getaffinity(0))
+        of_floor.append(step_s / floor_s)
         print(
-            f"round {number}: {options.steps} steps  sync {sync_s:.1f} s ({sync_wall_s:.1f} s with start-up)  "
-            f"fully_async {async_s:.1f} s ({async_wall_s:.1f} s), mean lag {lag:.2f}  ratio {ratios[-1]:.2f}"
+            f"round {number}: {options.steps} steps  sync {sync.steps_s:.1f} s ({sync.wall_s:.1f} s with start-up)  "
+            f"fully_async {ahead.steps_s:.1f} s ({ahead.wall_s:.1f} s), mean lag {ahead.lag:.2f}  ratio {ratios[-1]:.2f}  "
+            f"a step {step_s * 1e3:.0f} ms, its floor {floor_s * 1e3:.0f} ms, ratio {of_floor[-1]:.2f}",
+            flush=True,
         )
-    print(f"sync / fully_async: {statistics.median(ratios):.2f} (median of {options.rounds} rounds)")
+    print(
+        f"sync / fully_async: {statistics.median(ratios):.2f}; step / floor: {statistics.median(of_floor):.2f} "
+        f"(median of {options.rounds} rounds)"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Steps and seconds until the mean reward reaches a target: TRL's GRPO trainer and our modes, over several seeds.
 
     python benchmarks/time_to_reward.py [--recipes NAME_OR_FILE ...] [--modes MODE ...] [--seeds 5]
-        [--targets REWARD ...] [--steps N] [--python PYTHON_WITH_TRL]
+        [--targets REWARD ...] [--steps N] [--updates N] [--python PYTHON_WITH_TRL | --without-trl] [key=value ...]
 
 The trainers take turns at each seed, with equal initial weights, prompts, rewards, batch, optimizer, learning rate and number of
 steps (``against_trl.py`` says what is equal). A run ends when it has reached the last target. TRL trains the recipes whose answer
 is one response: all but ``guess_number``. ``spell_backward`` is a task of reasoning-gym. Its runs begin with a model that has
-learned a part of the task by supervised updates.
+learned a part of the task by supervised updates. Settings (``key=value``) are for our runs only.
 
 A target is reached at the end of the first step at which the mean reward of ``WINDOW`` steps is as high. Seconds are those of the
 steps, without start-up. The tables show the median over the seeds, the lowest and the highest value in brackets, and in how many
@@ -88,7 +88,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: those of the recipe")
     parser.add_argument("--updates", type=int, default=130, help="supervised ones, before tasks of reasoning-gym")
     parser.add_argument("--python", help="an interpreter that has TRL; default: uv makes an environment")
-    options = parser.parse_args()
+    parser.add_argument("--without-trl", action="store_true", help="run our modes alone")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_intermixed_args()
     command = trl_command(options.python)
     for recipe in options.recipes:
         targets = options.targets or TARGETS.get(Path(recipe).stem, OTHER_TARGETS)
@@ -103,8 +105,11 @@ def main() -> None:
                 settings = shared_settings(recipe, steps, seed, Path(name))
                 if settings["env_class"].startswith(TAUGHT):
                     teach(settings, options.updates)
-                results = {} if recipe in SEVERAL_TURNS else {"TRL": run_trl(command, settings, Path(name), 1, enough)}
-                results |= {mode: run_ours(mode, settings, Path(name), enough) for mode in options.modes}
+                results = {}
+                if not options.without_trl and recipe not in SEVERAL_TURNS:
+                    results["TRL"] = run_trl(command, settings, Path(name), 1, enough)
+                for mode in options.modes:
+                    results[mode] = run_ours(mode, settings, Path(name), enough, options.overrides)
                 for label, result in results.items():
                     runs.setdefault(label, []).append(result)
                     found = [reached(result, target) for target in targets]

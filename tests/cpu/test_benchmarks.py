@@ -37,7 +37,7 @@ SLOW = [
     ("staleness_price throughput --batch 2 --steps 12 --tails 2 --slots 1", "| 2 | 1 | training-bound | `mask` |"),
     ("staleness_price depth --batch 2 --steps 12 --tails 2", "| 2 | training-bound | "),
     ("training_executor --recipes quickstart --steps 2 --warmup 1 --rounds 1", "median of 1 rounds"),
-    ("async_vs_sync --steps 2 --rounds 1 trainer.policy_mini_batch_size=2", "median of 1 rounds"),
+    ("async_vs_sync --steps 12 --rounds 1 trainer.policy_mini_batch_size=2", "median of 1 rounds"),
     (
         "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies fsdp2",
         "beside training blocks",
@@ -59,6 +59,11 @@ SLOW = [
     ("simulation_error --steps 16", "| in turns | "),
     ("start_up --rounds 1", "until the first token"),
     ("remote_wire --in-flight 2 --tokens 2 --rounds 1", "        2       2 "),
+    (
+        f"time_to_reward --without-trl --recipes {BENCHMARKS}/spell_backward.yaml --modes sync --seeds 1 --steps 10 --targets 0 "
+        "--updates 2 trainer.policy_mini_batch_size=2",
+        "| 0.0 | sync | 10 (",
+    ),
     ("weight_transports --updates 2 --requests 2 --hidden-size 64", "gloo  "),
 ]
 VLLM = [  # on a CPU, vLLM's attention has no heads below a size of 32
