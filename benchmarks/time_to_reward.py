@@ -1,7 +1,7 @@
 """Steps and seconds until the mean reward reaches a target: TRL's GRPO trainer and our modes, over several seeds.
 
     python benchmarks/time_to_reward.py [--recipes NAME_OR_FILE ...] [--modes MODE ...] [--seeds 5]
-        [--targets REWARD ...] [--steps N] [--updates N] [--python PYTHON_WITH_TRL | --without-trl] [key=value ...]
+        [--targets REWARD ...] [--steps N] [--taught-loss L] [--python PYTHON_WITH_TRL | --without-trl] [key=value ...]
 
 The trainers take turns at each seed, with equal initial weights, prompts, rewards, batch, optimizer, learning rate and number of
 steps (``against_trl.py`` says what is equal). A run ends when it has reached the last target. TRL trains the recipes whose answer
@@ -51,14 +51,15 @@ def reached(steps: Sequence[Step], target: float) -> tuple[int, float] | None:
     return None
 
 
-def teach(settings: Mapping[str, Any], updates: int) -> None:
-    """Train the model folder by supervised ``updates`` on answers to the task's prompts: both sides begin with it."""
+def teach(settings: Mapping[str, Any], enough: float) -> None:
+    """Train the model folder on answers to the task's prompts, until the mean loss of ``WINDOW`` updates is ``enough``."""
     torch.set_num_threads(2)
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     draws = random.Random(settings["seed"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for _ in range(updates):
+    losses: list[float] = []
+    while len(losses) < WINDOW or statistics.fmean(losses[-WINDOW:]) > enough:
         rows, labels = [], []
         for example in draws.choices(settings["prompts"], k=EXAMPLES):
             prompt = tokenizer(example["prompt"]).input_ids
@@ -67,7 +68,9 @@ def teach(settings: Mapping[str, Any], updates: int) -> None:
             labels.append(torch.tensor([-100] * len(prompt) + answer))  # the loss leaves the prompt out
         tokens = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
         # Padding comes last, and no token attends to later ones.
-        model(input_ids=tokens, labels=pad_sequence(labels, batch_first=True, padding_value=-100)).loss.backward()
+        loss = model(input_ids=tokens, labels=pad_sequence(labels, batch_first=True, padding_value=-100)).loss
+        loss.backward()
+        losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(settings["model"])
@@ -86,7 +89,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--targets", type=float, nargs="+", help="default: three for each recipe")
     parser.add_argument("--steps", type=int, help="default: those of the recipe")
-    parser.add_argument("--updates", type=int, default=130, help="supervised ones, before tasks of reasoning-gym")
+    parser.add_argument(
+        "--taught-loss", type=float, default=0.45, help="of supervised updates on tasks of reasoning-gym"
+    )
     parser.add_argument("--python", help="an interpreter that has TRL; default: uv makes an environment")
     parser.add_argument("--without-trl", action="store_true", help="run our modes alone")
     parser.add_argument("overrides", nargs="*")
@@ -104,7 +109,7 @@ def main() -> None:
             for seed in range(1, options.seeds + 1):
                 settings = shared_settings(recipe, steps, seed, Path(name))
                 if settings["env_class"].startswith(TAUGHT):
-                    teach(settings, options.updates)
+                    teach(settings, options.taught_loss)
                 results = {}
                 if not options.without_trl and recipe not in SEVERAL_TURNS:
                     results["TRL"] = run_trl(command, settings, Path(name), 1, enough)

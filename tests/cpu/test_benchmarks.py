@@ -61,7 +61,7 @@ SLOW = [
     ("remote_wire --in-flight 2 --tokens 2 --rounds 1", "        2       2 "),
     (
         f"time_to_reward --without-trl --recipes {BENCHMARKS}/spell_backward.yaml --modes sync --seeds 1 --steps 10 --targets 0 "
-        "--updates 2 trainer.policy_mini_batch_size=2",
+        "--taught-loss 9 trainer.policy_mini_batch_size=2",
         "| 0.0 | sync | 10 (",
     ),
     ("weight_transports --updates 2 --requests 2 --hidden-size 64", "gloo  "),
