@@ -48,14 +48,6 @@ class Step:
     reward: float
     tokens: float  # per response
 
-    @classmethod
-    def of_trl(cls, row: Mapping[str, float]) -> Step:
-        return cls(**row)
-
-    @classmethod
-    def of_ours(cls, row: Mapping[str, float]) -> Step:
-        return cls(row["time/step"], row["reward/mean"], row["generate/response_tokens"])
-
 
 Enough = Callable[[Sequence[Step]], bool]
 
@@ -86,13 +78,15 @@ def run_trl(
     if "PIP_FIND_LINKS" in environment:
         environment["UV_FIND_LINKS"] = environment["PIP_FIND_LINKS"]
     output = folder / "trl.jsonl"
-    return _steps_of([*command, str(SCRIPT), str(path), str(output)], environment, output, Step.of_trl, enough)
+    return _steps_of(
+        [*command, str(SCRIPT), str(path), str(output)], environment, output, lambda row: Step(**row), enough
+    )
 
 
 def run_ours(
-    mode: str, settings: Mapping[str, Any], folder: Path, enough: Enough = never, own: Sequence[str] = ()
+    mode: str, settings: Mapping[str, Any], folder: Path, enough: Enough = never, further: Sequence[str] = ()
 ) -> list[Step]:
-    """Train by the real command with further settings ``own``, as :func:`run_trl` does."""
+    """Train by the real command with ``further`` overrides, as :func:`run_trl` does."""
     with tempfile.TemporaryDirectory(dir=folder) as run:
         command = [sys.executable, "-m", "skyrl_train", "train", settings["recipe"]]
         overrides = [
@@ -103,11 +97,15 @@ def run_ours(
             f"trainer.run_dir={run}/run",
             "trainer.trackers=[]",
             "trainer.ckpt_interval=0",
-            *own,
+            *further,
         ]
         environment = dict(os.environ, OMP_NUM_THREADS="1")
         rows = Path(run, "run", "metrics.jsonl")
-        return _steps_of([*command, *overrides], environment, rows, Step.of_ours, enough)
+
+        def to_step(row: Mapping[str, float]) -> Step:
+            return Step(row["time/step"], row["reward/mean"], row["generate/response_tokens"])
+
+        return _steps_of([*command, *overrides], environment, rows, to_step, enough)
 
 
 def _steps_of(

@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_intermixed_args()
+    if options.steps <= SHORT:
+        parser.error(f"--steps must be more than {SHORT}, the steps of the short run")
     ratios, of_floor = [], []
     for number in range(1, options.rounds + 1):
         sync = run("sync", options.recipe, options.steps, options.overrides)
@@ -62,7 +64,7 @@ def main() -> None:
         short = run("fully_async", options.recipe, SHORT, options.overrides)
         ratios.append(sync.steps_s / ahead.steps_s)
         step_s = (ahead.steps_s - short.steps_s) / (options.steps - SHORT)
-        floor_s = (ahead.cpu_s - short.cpu_s) / (options.steps - SHORT) / len(os.sched_getaffinity(0))
+        floor_s = (ahead.cpu_s - short.cpu_s) / (options.steps - SHORT) / (os.cpu_count() or 1)
         of_floor.append(step_s / floor_s)
         print(
             f"round {number}: {options.steps} steps  sync {sync.steps_s:.1f} s ({sync.wall_s:.1f} s with start-up)  "

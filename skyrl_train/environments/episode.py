@@ -63,7 +63,7 @@ class Episode:
         self._idle_threads = idle_threads
         self._thread: DaemonThreadPool | None = None
         self._environment: Any = None  # see EnvironmentFactory.make
-        self._made = self._ended = False
+        self._made = False
 
     async def __aenter__(self) -> Self:
         if self._factory.is_blocking:
@@ -79,7 +79,7 @@ class Episode:
             self._abandon()
             return
         try:
-            if self._made and not self._ended:
+            if self._environment is not None:
                 await self._call(("close", self._close))
         except asyncio.CancelledError:
             # Perhaps before the thread took the call. If not, this second close does nothing.
@@ -122,7 +122,6 @@ class Episode:
         await self._call(
             ("get_metrics", lambda: numbers.update(self._environment.get_metrics())), ("close", self._close)
         )
-        self._ended = True
         return numbers
 
     async def _call(self, *calls: tuple[str, Callable[[], Any]]) -> Any:
