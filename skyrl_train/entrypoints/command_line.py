@@ -22,6 +22,7 @@ from skyrl_train.entrypoints.compare import compare
 from skyrl_train.entrypoints.export import export
 from skyrl_train.entrypoints.init import init
 from skyrl_train.entrypoints.page import DEFAULT_PORT, page
+from skyrl_train.entrypoints.process_setup import check_current_folder, check_temporary_folder, prepare_streams
 from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.serve import serve
 from skyrl_train.entrypoints.simulate import simulate
@@ -32,6 +33,7 @@ from skyrl_train.errors import ConfigError, DataError, ModelError, SkyRLError
 from skyrl_train.version import __version__
 
 START, TRAIN, LOOK, USE = "Start", "Train", "Look", "Use the model"  # sections of the help
+COMPUTING = ("try", "train", "sweep", "simulate", "serve", "export", "eval")  # verbs that import torch
 
 app = typer.Typer(
     help="Asynchronous reinforcement learning of language models.",
@@ -131,7 +133,11 @@ def _name(command: typer.models.CommandInfo) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    prepare_streams()
     try:
+        check_current_folder()
+        if words[:1] and words[0] in COMPUTING:
+            check_temporary_folder()
         _with_verb(words)(words, prog_name="skyrl-train")
     except SkyRLError as error:
         from rich.console import Console

@@ -107,7 +107,12 @@ def memory(config: RunConfig) -> Iterator[Finding]:
 def folders(config: RunConfig) -> Iterator[Finding]:
     """Where the run writes: may it, and is there room?"""
     wanted = Path(config.trainer.run_dir or config.trainer.runs_dir).absolute()
-    for name, folder in (("runs", wanted), ("temporary files", Path(tempfile.gettempdir()))):
+    places = [("runs", wanted)]
+    try:
+        places.append(("temporary files", Path(tempfile.gettempdir())))
+    except FileNotFoundError as error:
+        yield "temporary files", str(error.strerror), "Name a folder with free space in TMPDIR, such as TMPDIR=/dev/shm"
+    for name, folder in places:
         exists = existing(folder)
         free = shutil.disk_usage(exists).free
         remedy = ""

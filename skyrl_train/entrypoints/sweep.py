@@ -101,6 +101,10 @@ def sweep(
         if run is runs[0]:
             load_inputs(config)
             check_implementations(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot create {folder}: {error.strerror}. Name another folder with --folder.") from error
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
     options += ["--from", library] if library else []
     processes: list[subprocess.Popen[bytes]] = []
@@ -115,9 +119,13 @@ def sweep(
         with starting:
             if stopping.is_set():
                 return "not begun"
+            try:
+                output = log.open("ab")
+            except OSError as error:
+                say(f"failed: {run.name}: cannot write {log}: {error.strerror}")
+                return "failed to begin"
             say(f"begins: {run.name} (output: {log})")
-            run.folder.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as output:
+            with output:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "skyrl_train", "train", recipe, *run.overrides, *options],
                     stdin=subprocess.DEVNULL,

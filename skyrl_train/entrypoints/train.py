@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO, cast
 
 from rich.console import Console
 
@@ -15,7 +16,8 @@ from skyrl_train.config.compose import recipe_names
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.entrypoints.beside import Readers
 from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
-from skyrl_train.entrypoints.run import train
+from skyrl_train.entrypoints.run import StopRequest, train
+from skyrl_train.entrypoints.run_output import RunOutput
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.entrypoints.stop_signals import INTERRUPTED, sigterm_as_ctrl_c
 from skyrl_train.observability.advice import CONSTANT_STEPS
@@ -46,15 +48,17 @@ def train_recipe(
         SkyRLError: a setting or an input cannot work, or the run failed.
     """
     started = time.monotonic()
+    stop = StopRequest()
+    output = None if sys.stdout is None else RunOutput(sys.stdout, stop.request)
     # Without a terminal, a run prints lines. They are held back while the screens have it.
-    console = Console(force_terminal=False if watch else None)
+    console = Console(file=cast("IO[str] | None", output), force_terminal=False if watch else None)
     forget_files()
     try:
         readers = Readers(page=page, watch=watch)
         inputs = load_inputs(read_settings(recipe, overrides, config_dir, library, console, strict=strict))
         print_warnings(inputs, console, strict=strict)
         with sigterm_as_ctrl_c(), readers:
-            result = train(inputs, console, started=started, readers=readers)
+            result = train(inputs, console, stop, started=started, readers=readers)
     except KeyboardInterrupt:  # while starting up: once training runs, signals are handled
         Console(stderr=True).print("interrupted before training began; give the same command again")
         return INTERRUPTED
@@ -93,6 +97,14 @@ def train_recipe(
             commands=commands,
         )
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if output is not None and output.broken_pipe and not result.finished:
+        Console(stderr=True).print(
+            f"Nobody reads the output any more, so the run in {result.path} has stopped. The same command resumes it; to train "
+            "without a reader, write the output to a file.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     return code
 
 

@@ -352,15 +352,15 @@ def compress_closed(folder: Path, last: int) -> None:
     for number, path in segment_paths(folder).items():
         if number > last or path.suffix == ".zst":
             continue
-        import pyarrow  # 0.1 s, which the start of a run does not need
-
         unfinished = path.with_name(f"{path.name}.zst.tmp")
         try:
+            import pyarrow  # 0.1 s, which the start of a run does not need
+
             with pyarrow.CompressedOutputStream(str(unfinished), "zstd") as stream:
                 stream.write(path.read_bytes())
             os.replace(unfinished, path.with_name(f"{path.name}.zst"))
             path.unlink()
-        except OSError as error:
+        except (ImportError, OSError) as error:  # too little memory fails the import of a library
             logger.warning("%s stays uncompressed: %s", path, error)
             with contextlib.suppress(OSError):
                 unfinished.unlink()

@@ -123,3 +123,16 @@ def test_an_interrupted_sweep_stops_its_runs_once_and_begins_no_other(
     shown = capsys.readouterr().out
     assert len(started) == 1 and "stopped: seed-0" in shown
     assert shown.count("not begun") == 1
+
+
+def test_a_sweep_whose_folder_or_logs_cannot_be_written_says_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    command = ["sweep", *TINY, "trainer.seed=1,2", "--folder"]
+    assert main([*command, str(tmp_path / "file" / "sweep")]) == 2
+    assert "Name another folder with --folder" in capsys.readouterr().err
+    for name in ("seed-1.log", "seed-2.log"):
+        (tmp_path / "sweep" / name).mkdir(parents=True)
+    assert main([*command, str(tmp_path / "sweep")]) == 1
+    assert capsys.readouterr().out.count("seed-2.log: Is a directory") == 1

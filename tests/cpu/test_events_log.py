@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import sys
 import tempfile
 from collections import Counter
 from contextlib import closing
@@ -262,3 +263,13 @@ def test_a_given_up_group_is_not_shown(tmp_path: Path) -> None:
 )
 def test_a_session_names_its_group(session: str | None, name: str, sample: tuple[int | None, int | None]) -> None:
     assert (group_name(session), sample_of(session)) == (name, sample)
+
+
+def test_a_segment_stays_uncompressed_where_the_library_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # its import fails, as it does with too little memory
+    notes(tmp_path, ["first"], segment_bytes=1)
+    notes(tmp_path, ["second"], segment_bytes=1)
+    assert texts_in(tmp_path) == ["first", "second"]
+    assert all(path.suffix == ".jsonl" for path in segment_paths(tmp_path).values())
