@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import socket
 import sys
@@ -233,6 +234,29 @@ async def test_a_program_may_name_the_python_of_this_process(monkeypatch: pytest
 
 async def never_asks(**_: Any) -> float:
     return 1.0
+
+
+@pytest.mark.parametrize("direct", ["", "other.example", "*"])
+async def test_an_agent_reaches_the_endpoint_although_its_http_clients_have_a_proxy(
+    direct: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        model = Model(base_url, api_key)
+        model.http = httpx.AsyncClient(
+            base_url=base_url, headers=model.http.headers, timeout=300
+        )  # trusts the environment
+        await model.answer(prompt)
+        return 0.5
+
+    with closing(socket.socket()) as dead:
+        dead.bind(("127.0.0.1", 0))  # without a listener
+        for name in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{dead.getsockname()[1]}")
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.setenv(name, direct)
+        async with harness() as it:
+            assert len((await it.play(run))["response_ids"]) == 1
+    assert os.environ["NO_PROXY"].split(",")[0] in (direct, "127.0.0.1")
 
 
 @pytest.mark.parametrize("public", ["http://localhost:{port}", "http://localhost:{port}/"])

@@ -14,6 +14,7 @@ import asyncio
 import functools
 import inspect
 import math
+import os
 import re
 import sys
 import threading
@@ -22,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
 from skyrl_train.errors import ConfigError
 
@@ -191,6 +194,16 @@ def _number(value: Any, what: str) -> float:
         kind = AgentError if isinstance(value, Real) else AgentContractError  # NaN is a fault of one run
         raise kind(f"{what} that it returned is {value!r:.80}, not a finite number. {_SHAPE}")
     return float(value)
+
+
+def direct_connections(url: str) -> dict[str, str]:
+    """Return the variables with which HTTP clients reach ``url`` without a proxy: they use the proxy of the environment even for
+    this machine, unless ``NO_PROXY`` names it."""
+    host = urlsplit(url).hostname or ""
+    if proxy_bypass(host):  # also by a pattern, to which no name may be added
+        return {}
+    hosts = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host)))
+    return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
 class FunctionAgent:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 import traceback
 import uuid
@@ -40,7 +41,14 @@ from skyrl_train.endpoint.sessions import (
 )
 from skyrl_train.errors import ConfigError, GeneratorOutputError, NoEngineError, RolloutError, SessionError, output_note
 from skyrl_train.generators.base import GeneratorInterface
-from skyrl_train.generators.harness.agent import AgentContractError, AgentError, AgentResult, AgentTask, FunctionAgent
+from skyrl_train.generators.harness.agent import (
+    AgentContractError,
+    AgentError,
+    AgentResult,
+    AgentTask,
+    FunctionAgent,
+    direct_connections,
+)
 from skyrl_train.generators.harness.process import ProcessAgent
 from skyrl_train.generators.harness.sampling import RunSampling, SessionSampling
 from skyrl_train.inference.chat.service import ChatService
@@ -162,7 +170,9 @@ class HarnessGenerator(GeneratorInterface):
             ConfigError: the address cannot be bound.
         """
         self._base_url = await self._server.start()
-        if self._has_public_url and (problem := await _unreachable(self._base_url)):
+        if not self._has_public_url:  # agents that are functions run in this process
+            os.environ.update(direct_connections(self._base_url))
+        elif problem := await _unreachable(self._base_url):
             logger.warning(
                 "generator.kwargs.endpoint.public_url: %s, asked from this machine. Agents that are to use this URL run in "
                 "another network, or they will fail: check its host, its port and the proxy between.",

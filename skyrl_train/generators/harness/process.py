@@ -27,10 +27,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, to_result
+from skyrl_train.generators.harness.agent import AgentError, AgentResult, AgentTask, direct_connections, to_result
 
 _KEPT_BYTES = 65536  # kept from the end of each output stream
 _ERROR_LINES = 8
@@ -203,9 +202,6 @@ def _plain(value: Any) -> Any:
 
 
 def _variables(task: AgentTask, prompt: Path) -> dict[str, str]:
-    host = urlsplit(task.server_url).hostname or ""
-    # HTTP clients use the proxy of the environment even for this machine unless NO_PROXY names it.
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), host)))
     return {
         "OPENAI_BASE_URL": task.base_url,
         "OPENAI_API_KEY": task.api_key,
@@ -213,8 +209,7 @@ def _variables(task: AgentTask, prompt: Path) -> dict[str, str]:
         "ANTHROPIC_API_KEY": task.api_key,
         "SKYRL_PROMPT": str(prompt),
         "SKYRL_SESSION_ID": task.session_id,
-        "NO_PROXY": direct,
-        "no_proxy": direct,
+        **direct_connections(task.server_url),
     }
 
 
