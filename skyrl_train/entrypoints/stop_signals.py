@@ -1,4 +1,4 @@
-"""Handlers of SIGTERM and SIGINT (Ctrl-C) that work even if a call blocks the event loop.
+"""Handlers of SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) that work even if a call blocks the event loop.
 
     first signal ──> the event loop is asked to stop ──> checkpoint, exit 0
                             └── it does not respond for limit_s (a call blocks it) ──> like the second signal
@@ -26,7 +26,7 @@ from skyrl_train.runtime.watchdog import blocking_call
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130  # exit code of a command that Ctrl-C has ended
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_SIGNAL_S = 0.5  # one Ctrl-C may arrive twice: from the terminal, and from a launcher that forwards it
 LISTEN_LIMIT_S = 60.0
 LAST_LIMIT_S = 5.0  # for a main thread in a call that does not return to Python
@@ -64,7 +64,10 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._previous = {number: signal.signal(number, self._arrived) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: the run is to outlive its terminal
+            self._previous[number] = signal.signal(number, self._arrived)
         return self
 
     def __exit__(

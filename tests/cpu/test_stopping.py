@@ -130,16 +130,38 @@ def test_a_run_whose_loop_is_blocked_ends_by_itself_after_a_signal_and_says_wher
     assert "group-17-1" in errors and "in a_blocking_generator" in errors
 
 
-async def test_the_first_signal_asks_the_loop_to_stop_and_the_handlers_are_put_back() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_the_first_signal_asks_the_loop_to_stop_and_the_handlers_are_put_back(number: signal.Signals) -> None:
     from skyrl_train.entrypoints.stop_signals import StopSignals
 
-    before = signal.getsignal(signal.SIGTERM)
-    asked = asyncio.Event()
-    with StopSignals(asked.set, lambda: None):
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)  # the same one, passed on by a launcher
-        await asyncio.wait_for(asked.wait(), 60)
-    assert signal.getsignal(signal.SIGTERM) is before
+    def earlier_handler(number: int, frame: object) -> None:
+        raise AssertionError("the signal has reached the handler that was there before")
+
+    found = signal.signal(number, earlier_handler)
+    try:
+        asked = asyncio.Event()
+        with StopSignals(asked.set, lambda: None):
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # the same one, passed on by a launcher
+            await asyncio.wait_for(asked.wait(), 60)
+        assert signal.getsignal(number) is earlier_handler
+    finally:
+        signal.signal(number, found)
+
+
+async def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    from skyrl_train.entrypoints.stop_signals import StopSignals
+
+    found = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asked = asyncio.Event()
+        with StopSignals(asked.set, lambda: None):
+            signal.raise_signal(signal.SIGHUP)
+            await asyncio.sleep(0)
+            assert not asked.is_set()
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, found)
 
 
 async def test_calls_that_hang_keep_no_other_call_from_a_thread() -> None:
