@@ -38,12 +38,12 @@ from skyrl_train.evaluation.runner import Evaluation
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.minibatch_builder import MinibatchBuilder, MinibatchInputs
 from skyrl_train.observability.gpus import TrainingFlops
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.rollout.checkpoint import read_replay_cache, read_rollout_state
 from skyrl_train.rollout.data.dataset import PromptDataset
-from skyrl_train.rollout.filters import groups_to_train
 from skyrl_train.rollout.manager import RolloutManager
 from skyrl_train.rollout.stages.logprobs import backend_stages
 from skyrl_train.rollout.stages.pipeline import Stage
@@ -54,7 +54,7 @@ from skyrl_train.sample_recorder import SampleRecorder
 from skyrl_train.step_metrics import StepReports, TrainedStep
 from skyrl_train.training.backend import Minibatch, TrainingBackend, TrainingThread
 from skyrl_train.training.checkpoint import NOT_EVALUATED, Checkpoints, Evaluated
-from skyrl_train.training.minibatch import build_minibatch, kl_to_reference
+from skyrl_train.training.minibatch import kl_to_reference
 from skyrl_train.training.optimizer import NonFiniteSteps
 from skyrl_train.types import RolloutGroup
 from skyrl_train.weight_sync.syncer import WeightSyncer
@@ -95,6 +95,7 @@ class PPOTrainer:
         global_step: finished optimizer steps. Policy version ``v`` has the weights after step ``v``.
         rollout: generates groups and holds them until they are trained.
         training: the thread in which the backend computes.
+        minibatches: builds the backend's input from groups.
         samples: chooses the samples of each step that are recorded.
         changed: notified after every event that the trainer may wait for.
         colocation: alternates generation and training on shared devices; None: they have separate ones.
@@ -165,6 +166,7 @@ class PPOTrainer:
             changed=self.changed,
             events=components.events,
         )
+        self.minibatches = MinibatchBuilder(config.trainer.algorithm, config.trainer.seed)
         self.samples = SampleRecorder(config.trainer.samples_per_step)
         self.reports = StepReports(
             components.reporter, components.client, self.rollout, components.clock, components.training_flops
@@ -276,9 +278,31 @@ class PPOTrainer:
         # Groups that were spilled to disk are read now; this time counts as waiting for the batch.
         batch = await self.rollout.buffer.load(chosen)
         started = clock()
-        metrics = await self.training.update(self.update_policy, batch)
+        # Runs until the update ends, at the latest.
+        preparing = asyncio.create_task(self.prepare_next_minibatch(), name="prepare-minibatch")
+        try:
+            metrics = await self.training.update(self.update_policy, batch)
+        finally:
+            preparing.cancel()
         times = {"time/wait_for_batch": started - waiting_since, "time/train": clock() - started}
         return self.finish_step(batch, {**metrics, **turn, **times})
+
+    async def prepare_next_minibatch(self) -> None:
+        """Build the minibatch of the next step while this one trains, so that the backend does not wait for it.
+
+        Consumes finished groups, without taking them; waits until it is settled which of them train next; unblocked by a group
+        that ends; produces a minibatch, which the next step discards if it trains other groups after all.
+        """
+        expected: list[RolloutGroup] | None = None
+
+        def settled() -> bool:
+            nonlocal expected
+            expected = self.rollout.expected_batch()
+            return expected is not None
+
+        await self.changed.wait_until(settled)
+        assert expected is not None, "it is settled"
+        self.minibatches.prepare(self.minibatch_inputs(expected, self.global_step + 2))
 
     async def next_batch(self) -> list[BufferedGroup] | None:
         """Return the groups of the next step, ordered by group index. None: the run was asked to stop.
@@ -337,19 +361,16 @@ class PPOTrainer:
         """
         # Checked once more after the selection: a violation must never reach the weights.
         self.rollout.staleness.assert_bound(groups)
-        algorithm = self.config.trainer.algorithm
-        trained = groups_to_train(groups, algorithm, seed=self.config.trainer.seed, step=self.global_step + 1)
+        trained, minibatch = self.minibatches.build(self.minibatch_inputs(groups, self.global_step + 1))
         # The KL of these groups decides the adaptive factor of later steps.
         if self.kl_control.observes:
-            self.kl_control.observe(*kl_to_reference(trained, algorithm))
-        minibatch = build_minibatch(
-            trained,
-            self.global_step + 1,
-            algorithm,
-            oldest_trained_version=self.rollout.staleness.oldest_trained_version,
-            kl_factor=self.kl_control.factor,
-        )
+            self.kl_control.observe(*kl_to_reference(trained, self.config.trainer.algorithm))
         return self.samples.choose(trained, minibatch)
+
+    def minibatch_inputs(self, groups: Sequence[RolloutGroup], step: int) -> MinibatchInputs:
+        """Return what the minibatch of ``groups`` depends on in ``step``, as far as it is known now."""
+        oldest = self.rollout.staleness.oldest_trained_version_in(step)
+        return MinibatchInputs(groups, step, oldest, self.kl_control.factor)
 
     def finish_step(self, batch: Sequence[RolloutGroup], metrics: dict[str, float]) -> TrainedStep:
         """Record that the policy was updated with ``batch``.
@@ -554,6 +575,7 @@ class PPOTrainer:
                 self.saving.ended,
                 self.components.client.teardown,
                 self.training.aclose,
+                lambda: asyncio.to_thread(self.minibatches.close),
                 lambda: asyncio.to_thread(self.components.backend.close),
             ]
         )

@@ -125,8 +125,24 @@ def num_workers(config: RunConfig) -> int:
 
 
 def overlap_weight_sync(config: RunConfig) -> bool:
-    """Return whether the next step begins before the engines serve the weights of the last one."""
-    return is_fully_async(config) and config.trainer.fully_async.overlap_weight_sync
+    """Return whether the next step begins before the engines serve the weights of the last one.
+
+    By default it does with a given depth of at least one step. A depth that adapts would be measured one step too large, because
+    the next step then needs groups from before the weight sync.
+    """
+    if not is_fully_async(config):
+        return False
+    asynchronous = config.trainer.fully_async
+    if asynchronous.overlap_weight_sync is not None:
+        return asynchronous.overlap_weight_sync
+    return asynchronous.generate_ahead_steps is not None and begins_during_weight_sync(config)
+
+
+def begins_during_weight_sync(config: RunConfig) -> bool:
+    """Return whether the depth leaves the groups with which a step begins, before the engines serve the last version."""
+    minibatch = config.trainer.policy_mini_batch_size
+    begins_with = config.trainer.fully_async.streaming_min_groups or minibatch
+    return round(largest_depth(config) * minibatch, 6) >= begins_with
 
 
 def staleness_policy(config: RunConfig) -> str:

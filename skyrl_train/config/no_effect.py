@@ -54,8 +54,7 @@ def _schedule(config: RunConfig) -> Warnings:
     )
     if bound < depth + k - 1:
         return  # an error
-    begins_with = asynchronous.streaming_min_groups or minibatch
-    if asynchronous.overlap_weight_sync and round(depth * minibatch, 6) < begins_with:
+    if asynchronous.overlap_weight_sync and not derive.begins_during_weight_sync(config):
         yield (
             f"{FULLY_ASYNC}.overlap_weight_sync=true with generate_ahead_steps={depth:g}: the next step has nothing to train on "
             f"before the weight sync is over. Set generate_ahead_steps=1 and max_staleness_steps={max(bound, k)}, or "

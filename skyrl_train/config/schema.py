@@ -333,7 +333,9 @@ class FullyAsyncConfig:
     staleness_policy: str = "mask"  # mask | accept | wait | drop | path.to.Policy: for groups beyond S
     weight_sync_interval: Count = 1  # k: optimizer steps between two weight syncs
     streaming_min_groups: Count | None = None  # train as soon as so many groups are ready; None: on whole batches
-    overlap_weight_sync: bool = False  # begin the next step once the weights are copied, before the engines serve them
+    # Begin the next step once the weights are copied, before the engines serve them; None: if generate_ahead_steps is given and
+    # leaves a step something to train on meanwhile (at least 1)
+    overlap_weight_sync: bool | None = None
 
 
 @dataclass

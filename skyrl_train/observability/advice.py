@@ -459,7 +459,9 @@ def slow_weight_sync(run: LastSteps) -> tuple[str, str] | None:
     share = run.share_of_time("gather", *(("transfer", "pause") if math.isnan(waits) else ("wait_for_weight_sync",)))
     if not share > SYNC_SHARE:
         return None
-    overlaps = run.setting("trainer.fully_async.overlap_weight_sync", False)
+    depth = run.setting("trainer.fully_async.generate_ahead_steps", 0)
+    overlaps_by_default = isinstance(depth, int | float) and depth >= 1
+    overlaps = run.setting("trainer.fully_async.overlap_weight_sync", overlaps_by_default)
     asynchronous = run.setting("trainer.mode", "sync") == "fully_async"
     return (
         f"Training waits for weight syncs {share:.0%} of the time.",

@@ -152,6 +152,15 @@ class RolloutManager:
         free = (group for group in self.buffer if group.group_index not in committed)
         return self.staleness.select(free, committed=len(committed), at_least=at_least)
 
+    def expected_batch(self) -> list[RolloutGroup] | None:
+        """Return the groups that the next step will train, ordered by group index, while the current one trains.
+
+        None: it is not settled yet, or some of them are on disk.
+        """
+        expected = self.staleness.expected(self.buffer) or ()
+        groups = [group for group in expected if isinstance(group, RolloutGroup)]
+        return groups if groups and len(groups) == len(expected) else None
+
     def mark_trained(self, batch: Sequence[RolloutGroup]) -> None:
         """Record that the policy was updated with ``batch``, and remove it from the buffer."""
         self.buffer.take(batch)

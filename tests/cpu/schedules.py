@@ -136,6 +136,7 @@ class Run:
         self.kills_left, self.resizes_left = world.kills, MAX_RESIZES
         self.lags: list[int] = []  # of the groups that were trained
         self.partly_masked = self.wholly_masked = 0  # groups
+        self.foreseen = 0  # steps whose groups were settled during the step before
         self.waits = 0  # times that the trainer had enough groups and waited
         self.fresh_starts = 0  # recordings that could not go on
         self.largest_bound = world.s
@@ -174,6 +175,7 @@ class Run:
         self.scheduled = 0
         self.running: dict[int, Running] = {}
         self.taken: list[Finished] = []  # groups with a slot in the current step
+        self.expected: list[Finished] | None = None  # the groups of the next step, once that was settled
         self.delivering = False
         self.lacks: int | None = None  # groups that the trainer waits for
         self.trainer_is = "ready"  # or "waiting" for a notification, or "busy" for some time
@@ -336,6 +338,10 @@ class Run:
     def _select(self, at_least: int | None) -> Sequence[Finished] | None:
         free = [group for group in self.buffer.values() if group not in self.taken]
         chosen = self.m.select(free, committed=len(self.taken), at_least=at_least)
+        if self.expected is not None and self.world.streaming is None:
+            assert chosen == self.expected, "what was settled during the step before does not change"
+            self.foreseen += 1
+            self.expected = None
         wanted = self.world.b - len(self.taken) if at_least is None else at_least
         if chosen is None and len(free) >= wanted:
             assert self.sizes.policy in ("wait", "drop"), "nothing waits for a slow group under the other policies"
@@ -423,6 +429,7 @@ class Run:
         else:
             self.sizes = replace(self.sizes, s=bound, d=depth, w=workers)
             self.largest_bound = max(self.largest_bound, bound)
+            self.expected = None
             self._drop_overdue()
             self._notify()
 
@@ -444,6 +451,8 @@ class Run:
         assert c.submitted == c.running + c.buffered + c.trained + c.failed + c.filtered + c.dropped
         assert c.dropped == 0 or self.sizes.policy == "drop"
         assert self.m.capacity() == 0, "lost wake-up: there is room, and the admission was not told"
+        if self.taken and self.expected is None:
+            self.expected = self.m.expected(self.buffer.values())
         if self.lacks is not None:
             assert self._select(self.lacks) is None, "lost wake-up: there is a batch, and the trainer was not told"
 

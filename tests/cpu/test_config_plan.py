@@ -388,6 +388,24 @@ def test_the_tightest_sizes_that_work_are_allowed(overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "overlaps"),
+    [
+        ([f"{DEPTH}=1"], True),
+        ([f"{DEPTH}=1", f"{OVERLAP}=false"], False),
+        ([f"{DEPTH}=0.5"], False),
+        ([f"{DEPTH}=0.5", f"{STREAMING}=8"], True),
+        ([f"{DEPTH}=null"], False),
+        ([f"{DEPTH}=null", f"{OVERLAP}=true"], True),
+        ([f"{DEPTH}=1", "trainer.mode=one_step_off"], False),
+    ],
+)
+def test_weight_syncs_overlap_where_a_given_depth_leaves_the_next_step_its_groups(
+    overrides: list[str], overlaps: bool
+) -> None:
+    assert resolve(fully_async(*overrides), 1000).overlap_weight_sync is overlaps
+
+
+@pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["trainer.partial_rollout.oversubmit_factor=0.9"], "must be at least 1"),

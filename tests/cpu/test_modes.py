@@ -308,7 +308,8 @@ class NothingAhead(MaskPolicy):
 
 
 async def test_slots_that_a_smaller_depth_closes_are_not_idle(tmp_path: Path) -> None:
-    h = Harness(tmp_path, f"trainer.fully_async.staleness_policy={__name__}:NothingAhead")
+    served_before_a_step = "trainer.fully_async.overlap_weight_sync=false"
+    h = Harness(tmp_path, f"trainer.fully_async.staleness_policy={__name__}:NothingAhead", served_before_a_step)
     slots: list[int] = []
     h.backend.before_update = lambda minibatch: slots.append(h.trainer.rollout.dispatcher.slots._capacity)
     await h.train()

@@ -220,6 +220,17 @@ def test_slow_generation_has_the_advice_for_its_mode() -> None:
         assert setting in action
 
 
+def test_slow_weight_syncs_have_the_advice_for_their_settings() -> None:
+    rows = healthy(30)
+    with_({"time/gather": 2.0})(rows)
+    of_settings = ({}, {"generate_ahead_steps": 1}, {"generate_ahead_steps": 1, "overlap_weight_sync": False})
+    actions = [
+        advise(rows, [], {"trainer": {"mode": "fully_async", "fully_async": settings}})[0].action
+        for settings in of_settings
+    ]
+    assert ["overlap_weight_sync=true" in action for action in actions] == [True, False, True]
+
+
 def test_underfilled_micro_batches_have_the_advice_for_their_settings_unless_they_are_few() -> None:
     rows = healthy(30)
     with_({"policy/micro_batch_fill": 0.3})(rows)

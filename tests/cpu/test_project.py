@@ -40,7 +40,7 @@ LEVELS = (
     {"build"},
     {"fully_async_trainer", "one_step_off_trainer", "partial_rollout_trainer"},
     {"trainer"},
-    {"checkpoint_saving", "colocation", "step_metrics", "sample_recorder"},
+    {"minibatch_builder", "checkpoint_saving", "colocation", "step_metrics", "sample_recorder"},
     {"evaluation"},
     {"rollout"},
     {"observability"},

@@ -357,6 +357,28 @@ class StalenessManager:
         # In the order of the training stream: a step must not depend on the order in which groups finish.
         return sorted(chosen, key=lambda group: group.group_index)
 
+    def expected(self, buffered: Iterable[BufferedGroup]) -> list[BufferedGroup] | None:
+        """Return the groups that the step after the current one will select, ordered by group index. Takes no slot.
+
+        None: it is not settled yet. It is once a whole batch has finished whose versions are older than those of all groups that
+        run. (A policy with an order of its own may still select others.)
+        """
+        oldest_running = min(self._running.counts, default=self.step)
+        finished = sum(groups for version, groups in self._buffered.counts.items() if version < oldest_running)
+        if finished < self.batch_groups:
+            return None
+        view = replace(self.view(), step=self.step + 1, slots=self.batch_groups)
+        if self.policy.must_wait(view, self.batch_groups):
+            return None
+        selected = self._selected.versions
+        free = [
+            group
+            for group in buffered
+            if group.group_index not in selected and not self.policy.evict(view, group.oldest_version)
+        ]
+        chosen = self.policy.select(view, free)[: self.batch_groups]
+        return sorted(chosen, key=lambda group: group.group_index) if len(chosen) == self.batch_groups else None
+
     def _slots_to_fill(self, view: StalenessView, fewest: int, most: int) -> int:
         """Return the largest number of slots that the policy fills now; less than ``fewest``: the trainer has to wait."""
         if self.policy.must_wait(view, fewest):
@@ -397,7 +419,11 @@ class StalenessManager:
     @property
     def oldest_trained_version(self) -> int | None:
         """Sampled tokens of older versions get loss mask 0 in the current step; None: all are trained. Any thread."""
-        return self.policy.oldest_trained_version(self.step, self.max_staleness_steps)
+        return self.oldest_trained_version_in(self.step)
+
+    def oldest_trained_version_in(self, step: int) -> int | None:
+        """Return :attr:`oldest_trained_version` of another step, with the present bound. Any thread."""
+        return self.policy.oldest_trained_version(step, self.max_staleness_steps)
 
     def assert_bound(self, batch: Iterable[BufferedGroup]) -> None:
         """Check the promise of the policy for groups that are about to train. Any thread.
