@@ -95,6 +95,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "own": ROWS,
         "questions": [{"question": row["prompt"], "answer": row["answer"]} for row in ROWS],
         "long": [ROWS[0], {**ROWS[1], "prompt": "1" * 40 + "+1="}, *ROWS[2:]],
+        "alllong": [{**row, "prompt": "1" * 40} for row in ROWS],
+        "empty": [ROWS[0], {**ROWS[1], "prompt": ""}],
         "named": [{**row, "env_class": "sums of a file"} for row in ROWS],
     }
     for name, rows in files.items():
@@ -145,6 +147,11 @@ def long(*more: str) -> tuple[str, ...]:
             ["takes (group, scale=1.0, prompts=None)", "argument 'size'"],
         ),
         (long(), ["1 of 4 prompts", "has 43 tokens", "generator.max_input_length=43", "data.on_long_prompt=filter"]),
+        (
+            long("data.train_data=[alllong.jsonl]", "data.on_long_prompt=filter"),
+            ["4 of 4 prompts", "generator.max_input_length=40, or set data.on_long_prompt=truncate to cut"],
+        ),
+        (long("data.train_data=[empty.jsonl]"), ["Prompt '1-", "is empty", "Remove the row"]),
         (
             ["generator.name=harness", "generator.kwargs.agent=mine.py:reward", "generator.kwargs.endpoint.port=free"],
             ["generator.kwargs.endpoint.port=free", "integer"],

@@ -253,6 +253,18 @@ async def test_prompts_that_are_too_long_are_left_out_also_after_a_resume(tmp_pa
     await refused.loader.source.aclose()
 
 
+async def test_a_stream_of_nothing_but_prompts_that_are_too_long_does_not_start(tmp_path: Path) -> None:
+    (path, *_) = write_all_kinds(tmp_path, [{**row, "prompt": row["prompt"] * 20} for row in rows_of(3)])
+    prompts = stream([path], epochs=2)
+    prompts.fit = PromptLimit(compose("quickstart", ["data.on_long_prompt=filter"]), download=False).fit
+    reader = Reader(prompts)
+    with pytest.raises(
+        DataError, match=r"All prompts of data\.train_data are too long .* data\.on_long_prompt=truncate"
+    ):
+        await reader.start()
+    await reader.loader.source.aclose()
+
+
 @pytest.mark.parametrize("kind", range(5))
 @pytest.mark.parametrize("how", ["the same", "shorter", "longer", "changed"])
 async def test_after_a_resume_files_may_be_elsewhere_but_not_others(tmp_path: Path, kind: int, how: str) -> None:

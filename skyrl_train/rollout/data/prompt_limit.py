@@ -62,7 +62,16 @@ class PromptLimit:
         )
 
     def excess(self, record: PromptRecord) -> int | None:
-        """Return the number of tokens of a prompt that is too long, else None."""
+        """Return the number of tokens of a prompt that is too long, else None.
+
+        Raises:
+            DataError: it has no tokens.
+        """
+        if self._checks and self._most_tokens(record.prompt) == 0:
+            raise DataError(
+                f"Prompt {record.uid!r} is empty, and a model of trainer.policy.model.build has no chat template that adds "
+                "tokens. Remove the row, or write something into its prompt."
+            )
         # A template of the user may add any number of tokens.
         by_bytes = self._config.generator.chat_template is None
         if not self._checks or (by_bytes and self._most_tokens(record.prompt) <= self.tokens):
@@ -105,7 +114,7 @@ class PromptLimit:
         some = f"{len(lengths):,} of {len(dataset):,} {name} are too long: {longest!r} has {most:,} tokens"
         action = self._config.data.on_long_prompt
         if action == "error" or (action == "filter" and len(lengths) == len(dataset)):
-            raise DataError(self._message(some, most))
+            raise DataError(self._message(some, most, filtered=action == "filter"))
         if action == "truncate":
             records = [self._shortened(each) if each.uid in lengths else each for each in dataset.records]
             self.notes.append(f"{some}; they were cut to {self.tokens:,}")
@@ -114,8 +123,12 @@ class PromptLimit:
             self.notes.append(f"{some}, more than {self.tokens:,}; they are left out")
         return PromptDataset(tuple(records))
 
-    def _message(self, some: str, tokens: int) -> str:
-        """Return the message about ``some`` prompts, the longest of which has ``tokens`` tokens, with the remedies."""
+    def _message(self, some: str, tokens: int, *, filtered: bool = False) -> str:
+        """Return the message about ``some`` prompts, the longest of which has ``tokens`` tokens, with the remedies.
+
+        Args:
+            filtered: too long prompts are left out, and no other is there.
+        """
         given = self._config.generator.max_input_length
         # Positions of the model, or max_model_len, may be the narrower limit.
         limit = (
@@ -128,9 +141,10 @@ class PromptLimit:
             if self.tokens == given
             else "generator.inference_engine.max_model_len, as far as the model has positions"
         )
+        leave_out = "" if filtered else "filter to leave such prompts out, "
         return (
-            f"{some}, more than {limit}. Raise {room}, or set data.on_long_prompt=filter to leave such prompts out, truncate to "
-            "cut their beginnings off, or keep to resume a run that has them."
+            f"{some}, more than {limit}. Raise {room}, or set data.on_long_prompt={leave_out}truncate to cut their beginnings "
+            "off, or keep to resume a run that has them."
         )
 
     def _most_tokens(self, prompt: ConversationType) -> int:

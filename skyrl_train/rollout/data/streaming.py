@@ -152,6 +152,11 @@ class StreamingPrompts(PromptSource):
             await self._read_chunk()
         if self._error is not None:
             raise self._error
+        if self.end == 0:  # a file without rows is an error of its own
+            raise DataError(
+                "All prompts of data.train_data are too long and were left out (data.on_long_prompt=filter). Raise "
+                "generator.max_input_length, or set data.on_long_prompt=truncate to cut their beginnings off."
+            )
         if self._read < self._issued:
             raise DataError(
                 f"data.train_data ends after {self._read} prompts, but {self._issued} were issued before the checkpoint; "
