@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,13 @@ class TestResults:
             ({"turn_rewards": [1, 0]}, AgentResult(None, [1.0, 0.0])),
             ({"reward": 0, "metrics": {"solved": True}}, AgentResult(0.0, metrics={"solved": 1.0})),
             (None, AgentResult()),
+            (np.bool_(True), AgentResult(1.0)),
+            (torch.tensor([0.5]), AgentResult(0.5)),
+            ({"turn_rewards": np.array([1.0, 0.0])}, AgentResult(None, [1.0, 0.0])),
+            (
+                {"reward": np.float32(0.5), "metrics": {"solved": np.bool_(True)}},
+                AgentResult(0.5, metrics={"solved": 1.0}),
+            ),
         ],
     )
     def test_a_valid_result_is_converted(self, value: Any, expected: AgentResult) -> None:
@@ -69,7 +77,19 @@ class TestResults:
 
     @pytest.mark.parametrize(
         "value",
-        ["1.0", float("nan"), [1.0], {"score": 1}, {"reward": "x"}, {"turn_rewards": 1}, {"metrics": [1]}, object()],
+        [
+            *(
+                "1.0",
+                float("nan"),
+                [1.0],
+                {"score": 1},
+                {"reward": "x"},
+                {"turn_rewards": 1},
+                {"metrics": [1]},
+                object(),
+            ),
+            *(10**400, np.ones(2), torch.ones(2), {"turn_rewards": np.float32(1)}, {"turn_rewards": "10"}),
+        ],
     )
     def test_an_invalid_result_is_rejected(self, value: Any) -> None:
         with pytest.raises(AgentError, match=r"Return a number, or \{"):

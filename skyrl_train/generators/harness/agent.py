@@ -21,7 +21,6 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass
@@ -180,20 +179,31 @@ def to_result(value: Any) -> AgentResult:
     if unknown:
         raise AgentContractError(f"it returned an object with the unknown key {unknown[0]!r}. {_SHAPE}")
     reward, turns, metrics = (value.get(key) for key in ("reward", "turn_rewards", "metrics"))
-    if not isinstance(turns or [], list | tuple) or not isinstance(metrics or {}, Mapping):
+    turns = () if turns is None else turns.tolist() if hasattr(turns, "tolist") else turns  # an array or a tensor
+    if not isinstance(turns, list | tuple) or not isinstance(metrics or {}, Mapping):
         raise AgentContractError(f"it returned turn_rewards={turns!r:.80} and metrics={metrics!r:.80}. {_SHAPE}")
     return AgentResult(
         reward=None if reward is None else _number(reward, "the reward"),
-        turn_rewards=[_number(value, f"turn_rewards[{turn}]") for turn, value in enumerate(turns or ())],
+        turn_rewards=[_number(value, f"turn_rewards[{turn}]") for turn, value in enumerate(turns)],
         metrics={str(name): _number(value, f"metrics[{name!r}]") for name, value in (metrics or {}).items()},
     )
 
 
 def _number(value: Any, what: str) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        kind = AgentError if isinstance(value, Real) else AgentContractError  # NaN is a fault of one run
+    kind: type[AgentError] = AgentError  # NaN is a fault of one run
+    # Numbers of other libraries are fine, with one element. A text is not, although float() would read it.
+    if hasattr(value, "__float__") and not isinstance(value, str):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond all floats
+            number = math.inf
+        except (TypeError, ValueError, RuntimeError):  # numpy's and torch's arrays of several elements
+            number, kind = math.nan, AgentContractError
+    else:
+        number, kind = math.nan, AgentContractError
+    if not math.isfinite(number):
         raise kind(f"{what} that it returned is {value!r:.80}, not a finite number. {_SHAPE}")
-    return float(value)
+    return number
 
 
 def direct_connections(url: str) -> dict[str, str]:
