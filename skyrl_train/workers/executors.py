@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from typing import Any
@@ -89,9 +89,15 @@ class WorkHost:
                     return await value
 
                 value = asyncio.run(awaited(value))
+            value = _read(value)
             return Result(call.id, pickle.dumps(value) if call.method == "run_pickled" else value)
         except (Exception, SystemExit) as error:  # user code may raise anything; only this call fails
             return Failure.of(call.id, error)
+
+
+def _read(value: Any) -> Any:
+    """Return ``value``; of an iterator, its values: a generator's code belongs to the worker, and cannot be pickled."""
+    return list(value) if isinstance(value, Iterator) else value
 
 
 def serve_work(channel: Channel) -> None:
@@ -237,8 +243,11 @@ class LoopExecutor:
         _raise_if_not_built(await asyncio.to_thread(self._host.answer, Call(0, "start", (self._work,))))
 
     async def call(self, argument: Any, timeout_s: float | None = None) -> Any:
+        async def answer() -> Any:
+            return _read(await self._host.function(argument))
+
         # Wait instead of a timeout around the await: the call's own TimeoutError must not count as this limit.
-        task = asyncio.create_task(self._host.function(argument), name="stage-call")
+        task = asyncio.create_task(answer(), name="stage-call")
         try:
             await asyncio.wait([task], timeout=timeout_s)
         finally:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Obey:
                 return lambda: None
             case "await":
                 return answered_later(7)
+            case "generate":
+                return (threading.get_ident() for _ in range(2))
             case ("meet", here, there):  # named pipes: opening one blocks until somebody opens the other end
                 Path(here).write_text("")
                 Path(there).read_text()
@@ -73,6 +75,11 @@ async def answered_later(value: Any) -> Any:
 
 def length_reward(group: GroupToReward, scale: float = 1.0) -> list[float]:
     return [scale * len(sample.response_ids) for sample in group.samples]
+
+
+def generated_reward(group: GroupToReward) -> Iterator[dict[str, Any]]:
+    for sample in group.samples:
+        yield {"reward": len(sample.response_ids), "metrics": {"length": len(sample.response_ids)}}
 
 
 async def async_length_reward(group: GroupToReward) -> list[float]:
@@ -127,6 +134,14 @@ def judge() -> Any:
         return [{"reward": 0.5, "metrics": {"judged": 3}} for _ in group.samples]
 
     return reward
+
+
+def text_reward(group: GroupToReward) -> list[str]:
+    return ["1.0" for _ in group.samples]
+
+
+def numbered_reward(group: GroupToReward) -> dict[int, float]:
+    return {number: 0.5 for number, _ in enumerate(group.samples)}
 
 
 NOT_CALLABLE = 3

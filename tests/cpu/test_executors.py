@@ -79,8 +79,9 @@ async def test_calls_are_answered_by_one_copy_of_the_work_and_its_errors_are_nam
         assert "in __call__" in failure.__notes__[0], "the traceback of the other side"
         assert (await fails(executor, "exit")).reason == "it raised SystemExit: 3"
         assert await executor.call("await") == 7
+        assert await executor.call("generate") == [thread, thread], "its code runs in the worker"
         assert await executor.call("where") == (pid, thread), "none of that cost the worker"
-        assert await executor.call("count") == 7
+        assert await executor.call("count") == 8
 
 
 @both
@@ -224,7 +225,7 @@ ran: list[str] = []
 
 
 def looping() -> Callable[[str], Any]:
-    async def obey(order: str) -> str:
+    async def obey(order: str) -> Any:
         ran.append(order)
         if order == "raise":
             raise ValueError("scripted")
@@ -237,6 +238,8 @@ def looping() -> Callable[[str], Any]:
                 await asyncio.Event().wait()
             finally:
                 ran.append("cleaned up")
+        if order.startswith("divide"):
+            return (6 // int(number) for number in order.split()[1:])
         return order
 
     return obey
@@ -257,6 +260,8 @@ async def test_on_the_loop_calls_run_at_once_and_are_cancelled_with_their_caller
     assert (await fails(executor, "cancel")).reason == "it cancelled itself"
     assert (await fails(executor, "hang", timeout_s=0.01)).reason == "it took longer than 0.01 s"
     assert ran.count("cleaned up") == 2
+    assert await executor.call("divide 2 3") == [3, 2]
+    assert "ZeroDivisionError" in (await fails(executor, "divide 2 0")).reason
     await executor.aclose()
 
 

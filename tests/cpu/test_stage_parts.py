@@ -34,6 +34,7 @@ from skyrl_train.rollout.stages.reward import (
     is_async,
     load_reward_function,
     mean_metrics,
+    reward_work,
     with_rewards,
 )
 from skyrl_train.training.backend import TrainingSequence
@@ -66,7 +67,14 @@ def test_rewards_replace_those_of_the_generator_and_stand_on_the_last_token() ->
     assert [sample.reward for sample in rewarded] == [2.0, 3.0, 0]
 
 
-@pytest.mark.parametrize("answer", [None, 1.0, [1.0], [1.0, 2.0, 3.0], ["a", "b"], [1.0, None], "12x"], ids=repr)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(None, 1.0, [1.0], [1.0, 2.0, 3.0], ["a", "b"], [1.0, None], "12x"),
+        *("12", ["1", "2"], {0: 0.5, 1: 1.0}, {0.5, 1.0}),  # of the right length, but without an order, or texts
+    ],
+    ids=repr,
+)
 def test_an_answer_without_a_reward_for_each_sample_stops_the_run(answer: Any) -> None:
     with pytest.raises(StageError, match=r"function=file\.py:reward\) returned .* one finite number for each"):
         with_rewards(group().samples, answer, "file.py:reward")
@@ -167,6 +175,8 @@ async def test_metrics_of_a_reward_function_are_those_of_its_group() -> None:
     assert decode_group(encode_group(rewarded)) == rewarded
     with pytest.raises(StageError, match="returned the metric judged='x', no finite number"):
         mean_metrics([{"reward": 1.0, "metrics": {"judged": "x"}}])
+    with pytest.raises(StageError, match=r"returned the metrics \[3\], no dict of numbers"):
+        mean_metrics([{"reward": 1.0, "metrics": [3]}])
 
 
 @pytest.mark.parametrize(
@@ -196,6 +206,40 @@ def test_a_function_of_a_sum_that_leaves_a_sample_out_stops_the_run() -> None:
         load_reward_function(SUM, summed("one_is_not_judged"))(
             group_to_reward(RECORD, [Sample((sequence(3, 4),))], decode)
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("text_reward", r"text_reward returned the text '1\.0'"),
+        ("numbered_reward", "numbered_reward returned {0: 0.5, 1: 0.5} for 2 samples"),
+    ],
+)
+def test_a_function_of_a_sum_that_returns_no_numbers_stops_the_run(name: str, message: str) -> None:
+    with pytest.raises(StageError, match=message):
+        load_reward_function(SUM, summed(name))(group_to_reward(RECORD, group().samples, decode))
+
+
+async def test_a_sum_whose_function_breaks_the_contract_stops_the_run_and_is_not_called_again() -> None:
+    told: list[tuple[str, str]] = []
+    stage = reward_stage(WorkerPool([ThreadWorker(reward_work(SUM, summed("numbered_reward")))]), told)
+    await stage.start()
+    with pytest.raises(StageError, match="numbered_reward returned"):
+        await stage.run(group(), RECORD)
+    await stage.aclose()
+    assert told == []
+
+
+async def test_a_reward_function_may_be_a_generator() -> None:
+    stage = reward_stage(WorkerPool([ThreadWorker(reward_work("stage_worlds:generated_reward", {}))]), [])
+    await stage.start()
+    rewarded = await stage.run(group(), RECORD)
+    await stage.aclose()
+    assert [(sample.reward, sample.reward_parts) for sample in rewarded.samples] == [
+        (2.0, {"length": 2.0}),
+        (1.0, {"length": 1.0}),
+    ]
+    assert rewarded.metrics == {"environment/length": 1.5}
 
 
 def reward_stage(

@@ -21,7 +21,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -170,7 +170,7 @@ class WeightedSum:
         sums: list[float] = [0.0] * count
         metrics: list[dict[str, float]] = [{} for _ in range(count)]
         for name, weight, answer in zip(self.functions, self._weights, answers, strict=True):
-            values = list(answer) if isinstance(answer, Iterable) else []
+            values = _entries(answer)
             if len(values) != count:
                 raise StageError(
                     f"The reward function {name} returned {answer!r:.200} for {count} samples. It must return one number, or "
@@ -180,6 +180,10 @@ class WeightedSum:
                 value, further = _reward_and_metrics(entry)
                 metrics[index].update(further)
                 if value is not None:
+                    if isinstance(value, str):
+                        raise StageError(
+                            f"The reward function {name} returned the text {value!r:.80} as a reward, no number."
+                        )
                     metrics[index][name] = value
                     sums[index] += weight * value
         return [{"reward": total, "metrics": each} for total, each in zip(sums, metrics, strict=True)]
@@ -316,6 +320,8 @@ class RewardStage(Stage):
             try:
                 answer = await self.executor.call(question, self._timeout_s)
             except CallFailed as failure:
+                if isinstance(failure.error, StageError):  # a sum says that one of its functions breaks the contract
+                    raise failure.error from failure
                 reason = f"its reward function failed: {failure.reason}"
                 self._on_failure(group.name, reason, failure)
                 if attempt == self._attempts:
@@ -375,7 +381,10 @@ def with_rewards(samples: Sequence[Sample], answer: Any, path: str = "") -> tupl
         NonFiniteRewardError: a reward is NaN or infinite, in float64 or float32.
     """
     try:
-        values = [_reward_and_metrics(entry)[0] for entry in answer]
+        values = [_reward_and_metrics(entry)[0] for entry in _entries(answer)]
+        # float() would read a text.
+        if any(isinstance(value, str) for value in values):
+            raise TypeError
         rewards = [float(value) if is_finite(value) else math.nan for value in values]
     except (TypeError, ValueError):
         # No list of numbers: the check of the length below reports the answer.
@@ -413,9 +422,24 @@ def _is_number(value: Any) -> bool:
     return hasattr(value, "__float__") and is_finite(value)  # numbers of other libraries too, and no text
 
 
+def _entries(answer: Any) -> list[Any]:
+    """Return one entry per sample; none of an answer whose order is not that of the samples: a mapping, a set, a text."""
+    ordered = isinstance(answer, Iterable) and not isinstance(answer, Mapping | Set | str | bytes)
+    return list(answer) if ordered else []
+
+
 def _reward_and_metrics(entry: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Split the entry of a sample: a number, or a mapping of reward and metrics."""
-    return (entry.get("reward"), entry.get("metrics") or {}) if isinstance(entry, Mapping) else (entry, {})
+    """Split the entry of a sample: a number, or a mapping of reward and metrics.
+
+    Raises:
+        StageError: the metrics have no names.
+    """
+    if not isinstance(entry, Mapping):
+        return entry, {}
+    metrics = entry.get("metrics")
+    if not isinstance(metrics, Mapping | None):
+        raise StageError(f"The reward function ({SETTING}) returned the metrics {metrics!r:.80}, no dict of numbers.")
+    return entry.get("reward"), metrics or {}
 
 
 def _with_reward(sample: Sample, reward: float) -> Sample:
