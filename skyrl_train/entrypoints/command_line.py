@@ -22,7 +22,12 @@ from skyrl_train.entrypoints.compare import compare
 from skyrl_train.entrypoints.export import export
 from skyrl_train.entrypoints.init import init
 from skyrl_train.entrypoints.page import DEFAULT_PORT, page
-from skyrl_train.entrypoints.process_setup import check_current_folder, check_temporary_folder, prepare_streams
+from skyrl_train.entrypoints.process_setup import (
+    check_current_folder,
+    check_temporary_folder,
+    prepare_streams,
+    raise_open_files_limit,
+)
 from skyrl_train.entrypoints.report import report
 from skyrl_train.entrypoints.serve import serve
 from skyrl_train.entrypoints.simulate import simulate
@@ -138,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_current_folder()
         if words[:1] and words[0] in COMPUTING:
             check_temporary_folder()
+            raise_open_files_limit()
         _with_verb(words)(words, prog_name="skyrl-train")
     except SkyRLError as error:
         from rich.console import Console

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from skyrl_train.errors import ConfigError
+
+MAX_OPEN_FILES = 65_536
 
 
 def prepare_streams() -> None:
@@ -25,6 +29,19 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None: it was closed when Python started
             stream.reconfigure(errors="replace")
+
+
+def raise_open_files_limit() -> None:
+    """Let this process and its children open as many files as the administrator allows, up to 65,536.
+
+    The limit that a shell sets is often 1,024. Each request of an agent in this process takes two: the client's and the
+    endpoint's end of a connection.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS has a smaller limit than the one that it names
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def check_current_folder() -> None:

@@ -63,6 +63,17 @@ def test_verbs_that_need_temporary_files_name_the_variable_for_their_folder(
     assert "TMPDIR" in next(line for line in capsys.readouterr().out.splitlines() if "temporary files:" in line)
 
 
+def test_verbs_that_compute_may_open_as_many_files_as_are_allowed() -> None:
+    code = (
+        "import resource\n"
+        "from skyrl_train.entrypoints.command_line import main\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))\n"
+        "print([(main([*words]), resource.getrlimit(resource.RLIMIT_NOFILE)) for words in (['plan', '-h'], ['train', '-h'])])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[(0, (64, 200)), (0, (200, 200))]\n")
+
+
 def test_a_run_whose_pipe_has_no_reader_any_more_stops_and_the_same_command_resumes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
