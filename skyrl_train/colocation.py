@@ -18,7 +18,7 @@ from enum import StrEnum
 import torch
 
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EngineDeadError, WeightSyncError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.training.backend import TrainingBackend, TrainingThread
 from skyrl_train.types import PauseMode
@@ -72,16 +72,24 @@ class Colocation:
 
         Raises:
             ConfigError: the engines cannot sleep, and the trainer needs their memory.
-            NoEngineError, WeightSyncError: no engine is left, or none slept.
+            NoEngineError, WeightSyncError: no engine comes back, or none that lives paused or slept.
         """
         if self.turn is DeviceTurn.training:  # for the second minibatch of a batch
             return {}
         began = self._clock()
-        # An engine that is being restarted takes memory: it must be up and asleep first.
-        if not self._client.serving:
-            await self._client.wait_for_engine()
         with self._client.events.span("sleep"):
-            await interrupt(self._client, self._config)
+            interrupted = False
+            while not interrupted:
+                # An engine that is being restarted takes memory: it must be up and asleep first.
+                if not self._client.serving:
+                    await self._client.wait_for_engine()
+                try:
+                    await interrupt(self._client, self._config)
+                    interrupted = True
+                except WeightSyncError as error:
+                    # All have died. Their restarts are counted, so this ends.
+                    if not isinstance(error.__cause__, EngineDeadError):
+                        raise
         self.turn = DeviceTurn.training
         times = {"time/sleep": self._clock() - began}
         if self._offloads:

@@ -326,6 +326,40 @@ async def test_an_engine_that_died_asleep_starts_when_the_trainer_has_left(tmp_p
     assert h.device.log[at - 1] == "offload" and "load 2" in h.device.log[at:]
 
 
+@pytest.mark.parametrize(
+    ("event", "between"),
+    [
+        # It is up and asleep before the trainer comes.
+        (
+            "pause abort",
+            ["start", "gather 2", "receive 2", "pause abort", "load 2", "resume", "pause abort", "sleep 2"],
+        ),
+        # A dead one has freed its memory. The next one starts when the trainer has left.
+        ("sleep 2", []),
+    ],
+)
+async def test_the_only_engine_may_die_as_it_is_interrupted(tmp_path: Path, event: str, between: list[str]) -> None:
+    h = Colocated(tmp_path, "partial_rollout")
+    h.supervised()
+    checked, died = h.backend.before_update, []
+
+    def dies(part: Minibatch) -> None:
+        checked(part)
+        if part.step == 2:
+            h.colocated.dies_at.add(event)
+            died.append(len(h.device.log))
+
+    h.backend.before_update = dies
+    await h.train()
+    assert sorted(h.trained) == list(range(32)) and h.client.engine_restarts == 1
+    since = [each for each in h.device.log[died[0] :] if each != "generate"]
+    resumed, reloaded = since.index("resume"), since.index("reload")
+    assert [each for each in since[resumed + 1 : reloaded] if each != "release"] == (between or ["pause abort"]), (
+        "of the interruption before the third step"
+    )
+    assert ("start" in since[reloaded:]) == (not between)
+
+
 async def test_an_engine_that_dies_as_it_loads_gets_the_version_again(tmp_path: Path) -> None:
     h = Colocated(tmp_path, "sync")
     h.supervised()

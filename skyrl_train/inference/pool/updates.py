@@ -131,13 +131,14 @@ class FleetUpdates:
     async def sleep(self, level: int = 1) -> None:
         """Free the device memory of the paused engines that can sleep (``capabilities.sleep``) and are awake.
 
-        Wake them before weights are loaded. Until then no engine starts or joins: it would take the freed memory.
+        Wake them before weights are loaded. Until then no engine starts or joins: it would take the freed memory. An engine that
+        dies has freed its memory, too.
 
         Args:
             level: 1: the engines keep their weights in main memory; 2: they drop them, and need a weight sync.
 
         Raises:
-            WeightSyncError: engines can sleep, and none did.
+            WeightSyncError: living engines can sleep, and none did.
         """
         # Closed before the lock is taken: catch-ups that begin while this call waits for the lock must wait too.
         self._awake.close()
@@ -148,8 +149,12 @@ class FleetUpdates:
                 if n in self._paused - self._asleep and self._pool.engines[n].capabilities.sleep
             ]
             self._asleep |= set(able)  # engines that fail to sleep included: their state is unknown
-            if able:
-                self._settle("put to sleep", await self._on_each("sleep", lambda engine: engine.sleep(level), able))
+            if not able:
+                return
+            outcome = await self._on_each("sleep", lambda engine: engine.sleep(level), able)
+            self._asleep -= set(outcome.dead)
+            if outcome.succeeded or outcome.alive_but_failed or outcome.cancelled:
+                self._settle("put to sleep", outcome)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Wake the sleeping engines; they stay paused. An engine that cannot wake must catch up first.
