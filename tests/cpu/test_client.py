@@ -177,6 +177,9 @@ async def test_a_caller_that_reads_no_text_gets_the_same_tokens_without_it() -> 
     expected = await uninterrupted(request(max_tokens=4))
     assert expected["responses"] != [""]
     assert await uninterrupted({**request(max_tokens=4), "detokenize": False}) == {**expected, "responses": [""]}
+    # The client decodes the tokens itself to find a stop string.
+    with_stop = await uninterrupted({**request(max_tokens=4, stop=["never said"]), "detokenize": False})
+    assert with_stop["responses"] == [""]
 
 
 async def test_n_choices_are_independent_continuations_in_prompt_order() -> None:
@@ -525,6 +528,7 @@ async def test_a_response_with_a_grammar_starts_over_after_an_abort_and_counts_i
     engine.tick(4)
     generation = await task
     assert (generation.restarts, generation.segments, generation.versions) == (1, 2, [1, 1, 1, 1])
+    assert generation.grammar is None, "which tokens it masked is unknown, so the trainer masks none"
 
 
 async def test_top_logprobs_come_with_every_token_across_segments() -> None:

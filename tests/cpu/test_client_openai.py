@@ -70,3 +70,9 @@ async def test_bad_bodies_are_refused_by_field(body: dict[str, Any], param: str)
     with pytest.raises(DialectError) as error:
         await client_of(ScriptedEngine()).chat_completion(payload(**body))
     assert error.value.param == param
+
+
+async def test_a_completion_without_a_body_is_refused() -> None:
+    with pytest.raises(DialectError) as error:
+        await client_of(ScriptedEngine()).completion({})
+    assert error.value.param == "model"
