@@ -39,8 +39,8 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
     """A HF causal LM and its optimizer.
 
     Log-probs are computed at the sampling temperature (logits / temperature; greedy counts as 1), like the behaviour
-    log-probs. Top-p, top-k and min-p are not reproduced: they raise the behaviour log-probs by the probability mass that they
-    cut off, which the off-policy metrics show.
+    log-probs. Top-p, top-k, min-p and min_tokens are not reproduced: they raise the behaviour log-probs by the probability mass
+    that they cut off, which the off-policy metrics show.
     """
 
     role = "policy"
