@@ -44,7 +44,9 @@ def test_a_run_trains_with_vllm_that_weights_reach_by_a_broadcast(tmp_path: Path
     """As the tests for GPUs do by NCCL."""
     rows = train(tmp_path, place, on_gpus=False)
     assert 0 <= rows[0]["off_policy/kl_k3"] < 1e-6
-    assert all(row["time/transfer"] > 0 for row in rows)
+    assert len(rows) > 1 and all(
+        row["time/transfer"] > 0 for row in rows[1:]
+    )  # each is reported with the step after it
 
 
 @pytest.mark.parametrize("place", PLACES)

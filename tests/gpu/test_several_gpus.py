@@ -20,4 +20,6 @@ def test_a_run_trains_with_vllm_on_other_gpus(tmp_path: Path, place: str) -> Non
     rows = train(tmp_path, place, on_gpus=True)
     # Later steps are stale. Engine and trainer round bfloat16 in different orders; other weights would differ by far more.
     assert 0 <= rows[0]["off_policy/kl_k3"] < 0.05
-    assert all(row["time/transfer"] > 0 for row in rows)
+    assert len(rows) > 1 and all(
+        row["time/transfer"] > 0 for row in rows[1:]
+    )  # each is reported with the step after it
