@@ -78,18 +78,17 @@ class Colocation:
             return {}
         began = self._clock()
         with self._client.events.span("sleep"):
-            interrupted = False
-            while not interrupted:
+            while True:
                 # An engine that is being restarted takes memory: it must be up and asleep first.
                 if not self._client.serving:
                     await self._client.wait_for_engine()
                 try:
                     await interrupt(self._client, self._config)
-                    interrupted = True
+                    break
                 except WeightSyncError as error:
-                    # All have died. Their restarts are counted, so this ends.
                     if not isinstance(error.__cause__, EngineDeadError):
                         raise
+                    # All have died: again with those that come back. The number of restarts is limited, so this ends.
         self.turn = DeviceTurn.training
         times = {"time/sleep": self._clock() - began}
         if self._offloads:

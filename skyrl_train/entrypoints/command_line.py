@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_streams()
     try:
         check_current_folder()
-        if words[:1] and words[0] in COMPUTING:
+        if words and words[0] in COMPUTING:
             check_temporary_folder()
             raise_open_files_limit()
         _with_verb(words)(words, prog_name="skyrl-train")

@@ -1,4 +1,4 @@
-"""What a command needs of the process that it was started in: standard streams, a current folder, room for temporary files."""
+"""What a command needs of the process that it was started in: standard streams, open files, a current and a temporary folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prepare_streams() -> None:
 
 
 def raise_open_files_limit() -> None:
-    """Let this process and its children open as many files as the administrator allows, up to 65,536.
+    """Let this process and its children open as many files as the administrator allows, up to ``MAX_OPEN_FILES``.
 
     The limit that a shell sets is often 1,024. Each request of an agent in this process takes two: the client's and the
     endpoint's end of a connection.

@@ -460,7 +460,7 @@ def slow_weight_sync(run: LastSteps) -> tuple[str, str] | None:
     if not share > SYNC_SHARE:
         return None
     depth = run.setting("trainer.fully_async.generate_ahead_steps", 0)
-    overlaps_by_default = isinstance(depth, int | float) and depth >= 1
+    overlaps_by_default = isinstance(depth, int | float) and depth >= 1  # derive.overlap_weight_sync, without streaming
     overlaps = run.setting("trainer.fully_async.overlap_weight_sync", overlaps_by_default)
     asynchronous = run.setting("trainer.mode", "sync") == "fully_async"
     return (

@@ -360,8 +360,8 @@ class StalenessManager:
     def expected(self, buffered: Iterable[BufferedGroup]) -> list[BufferedGroup] | None:
         """Return the groups that the step after the current one will select, ordered by group index. Takes no slot.
 
-        None: it is not settled yet. It is once a whole batch has finished whose versions are older than those of all groups that
-        run. (A policy with an order of its own may still select others.)
+        None: that is not settled yet. It is settled when a whole batch of finished groups has older versions than every running
+        group: what finishes later has a later deadline. (A policy with another order may still select others.)
         """
         oldest_running = min(self._running.counts, default=self.step)
         finished = sum(groups for version, groups in self._buffered.counts.items() if version < oldest_running)
