@@ -18,7 +18,7 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.evaluation.data import load_evaluation_prompts
-from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet, check_environment
+from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet, check_environment, for_each
 from skyrl_train.rollout.data.loader import build_loader, open_prompts
 from skyrl_train.rollout.data.prompt_limit import PromptLimit
 
@@ -51,17 +51,20 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
     raise_errors(validate(config).errors)  # the checks below rely on valid sizes
     dataset = open_prompts(config)
     check_environment(dataset, config)
-    reward = config.rollout.stages.reward
-    if reward.function is not None and isinstance(dataset, PromptDataset):
-        from skyrl_train.rollout.stages.reward import check_columns  # executors too
-
-        check_columns(reward.function, reward.kwargs, dataset.records[0])
     limit = PromptLimit(config, download=download)
     if isinstance(dataset, PromptDataset):
         dataset = limit.fit_all(dataset)
     else:
         dataset.fit = limit.fit
     evaluation_prompts = load_evaluation_prompts(config, limit)
+    reward = config.rollout.stages.reward
+    if reward.function is not None:
+        from skyrl_train.rollout.stages.reward import column_check  # executors too
+
+        check = column_check(reward.function, reward.kwargs)
+        for_each(dataset, check)
+        for record in evaluation_prompts:
+            check(record)
     if isinstance(dataset, PromptDataset) and config.trainer.policy.model.path is None:
         build = config.trainer.policy.model.build
         check_alphabet(dataset, build.alphabet, build.words)

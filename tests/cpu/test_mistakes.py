@@ -97,6 +97,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "long": [ROWS[0], {**ROWS[1], "prompt": "1" * 40 + "+1="}, *ROWS[2:]],
         "alllong": [{**row, "prompt": "1" * 40} for row in ROWS],
         "empty": [ROWS[0], {**ROWS[1], "prompt": ""}],
+        "third": [*ROWS[:2], {"prompt": "3+1="}],
         "named": [{**row, "env_class": "sums of a file"} for row in ROWS],
     }
     for name, rows in files.items():
@@ -140,6 +141,11 @@ def long(*more: str) -> tuple[str, ...]:
         ([*OWN, "environment.env_class=gsm8k"], ["is skyrl_gym:gsm8k", "reward_spec", "the row has ['answer']"]),
         (reward("of_trl_with_solution"), ["names 'solution'", "columns of its row: answer"]),
         (reward("of_trl_with_prompt"), ["names 'prompt'", "Did you mean prompts?"]),
+        (reward("of_trl", "data.train_data=[third.jsonl]"), ["prompt '2-", "columns of its row: none"]),
+        (
+            reward("of_trl", "trainer.eval.interval=1", "trainer.eval.eval_data=[third.jsonl]"),
+            ["prompt '2-", "columns of its row: none"],
+        ),
         (reward("of_trl_with_answer", "rollout.stages.reward.kwargs.size=2"), ["keyword argument 'size'"]),
         (reward("one_sample"), ["takes (sample, answer)", "one number for each of group.samples"]),
         (

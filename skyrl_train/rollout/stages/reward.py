@@ -250,27 +250,35 @@ def check_signature(path: str, kwargs: Mapping[str, Any]) -> None:
             ) from error
 
 
-def check_columns(path: str, kwargs: Mapping[str, Any], record: PromptRecord) -> None:
-    """Check that a reward function of TRL gets all arguments that it needs from the prompt ``record``.
+def column_check(path: str, kwargs: Mapping[str, Any]) -> Callable[[PromptRecord], None]:
+    """Return a check that a prompt has the columns which the function names, if it is one of TRL.
 
     Raises:
-        ConfigError: it names a column that the row lacks.
+        ConfigError: (the check) a column is missing.
     """
+    always = ("prompts", "completions", "completion_ids")
+    needed: list[tuple[str, str]] = []  # the function, and the column
     for part, target, arguments in _parts(path, kwargs):
         signature = _signature(target)
         if signature is None or not _is_of_trl(target):
             continue
-        bound = () if inspect.isclass(target) else arguments
-        known = {"prompts", "completions", "completion_ids", *record.env_extras, *bound}
+        given = {*always, *(() if inspect.isclass(target) else arguments)}
         for parameter in signature.parameters.values():
             named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if named and parameter.default is parameter.empty and parameter.name not in known:
-                close = nearest(parameter.name, known)
+            if named and parameter.default is parameter.empty and parameter.name not in given:
+                needed.append((part, parameter.name))
+
+    def check(record: PromptRecord) -> None:
+        for part, column in needed:
+            if column not in record.env_extras:
+                close = nearest(column, {*always, *record.env_extras})
                 raise ConfigError(
-                    f"{SETTING}={part!r} names {parameter.name!r}, and prompt {record.uid!r} has no such column."
+                    f"{SETTING}={part!r} names {column!r}, and prompt {record.uid!r} has no such column."
                     f"{f' Did you mean {close}?' if close else ''} It gets prompts, completions, completion_ids and the columns "
                     f"of its row: {', '.join(sorted(record.env_extras)) or 'none'}."
                 )
+
+    return check
 
 
 def reward_work(path: str, kwargs: Mapping[str, Any]) -> Work:
