@@ -105,13 +105,17 @@ def request(*prompts: Sequence[int], **params: Any) -> InferenceEngineInput:
 
 @dataclass(eq=False)
 class Served:
-    """An engine, its folder, and a transport to it; ``version`` counts its weight syncs."""
+    """An engine, its folder, and a transport to it; ``version`` counts its weight syncs.
+
+    ``before_weights`` is what a request got before the first of them, where that was tried.
+    """
 
     engine: VLLMEngine
     folder: str
     tied: bool
     transport: SharedMemoryTransport
     version: int = -1
+    before_weights: object = None
 
     async def gather(self, model: PreTrainedModel) -> WeightUpdate:
         self.version += 1
@@ -199,6 +203,8 @@ async def started_vllm(
     torch.set_num_threads(1)  # the engines want the other cores
     try:
         await asyncio.gather(*(one.engine.start() for one in served.values()))
+        tied = served["tied"]
+        [tied.before_weights] = await asyncio.gather(tied.engine.generate(request()), return_exceptions=True)
         yield served
     finally:
         torch.set_num_threads(threads)
@@ -220,7 +226,7 @@ async def vllm(started_vllm: dict[str, Served]) -> AsyncIterator[Served]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def tied_vllm(started_vllm: dict[str, Served]) -> AsyncIterator[Served]:
-    """The engine with tied embeddings and adapters; it has none until a test's first weight sync."""
+    """The engine with tied embeddings and adapters, started with ``load_format="dummy"``."""
     served = started_vllm["tied"]
     yield served
     await served.empty()
