@@ -1,7 +1,7 @@
 """One step off: generate the next batch with the current weights while the policy trains on the previous batch.
 
-    step t        | train on batch t          | sync weights
-    engines       | generate batch t + 1      | (no request is in flight)
+    trainer       | train on batch t          | copy weights | train on batch t + 1
+    engines       | generate batch t + 1      | (no request) | load weights | generate batch t + 2
 
 No request is ever sampled by two policies, and every group is exactly one step old when it trains (zero for the first
 batch). In return, each step lasts as long as the slower of the two, and engines idle during the longest response of a batch.
@@ -25,14 +25,19 @@ class OneStepOffTrainer(PPOTrainer):
         return await self.wait_for_groups()
 
     async def sync_weights(self) -> dict[str, float]:
-        """Sync the weights after the batch in generation has ended.
+        """Sync the weights after the batch in generation has ended; return when they are copied.
+
+        The returned times belong to the previous sync.
 
         A run that is asked to stop does not sync: the requests in flight would be sampled by two policies. It resumes from
         its checkpoint.
         """
+        # The batch in generation is admitted when the last sync has ended.
+        times = await self.components.syncer.wait()
+        self.phase.enter(f"waits for the groups of step {self.global_step + 1}")
         await self.rollout.dispatcher.idle()
         # idle() returns also if generation has failed or was stopped.
         self.raise_if_failed()
         if self.stop_requested:
-            return {}
-        return await super().sync_weights()
+            return times
+        return times | await super().sync_weights()

@@ -127,11 +127,12 @@ def num_workers(config: RunConfig) -> int:
 def overlap_weight_sync(config: RunConfig) -> bool:
     """Return whether the next step begins before the engines serve the weights of the last one.
 
-    By default it does with a given depth of at least one step. A depth that adapts would be measured one step too large, because
-    the next step then needs groups from before the weight sync.
+    One step off always does: the next batch has ended before the weight sync begins. Fully asynchronous runs do by default with
+    a given depth of at least one step. A depth that adapts would grow without a gain: it counts the groups that run when a step
+    begins, and more of them do before the weight sync.
     """
     if not is_fully_async(config):
-        return False
+        return trainer_mode(config.trainer.mode) is TrainerMode.one_step_off
     asynchronous = config.trainer.fully_async
     if asynchronous.overlap_weight_sync is not None:
         return asynchronous.overlap_weight_sync

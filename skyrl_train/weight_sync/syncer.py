@@ -171,9 +171,8 @@ class WeightSyncer:
         Raises:
             WeightSyncError: there is no room for the copy.
         """
-        if (
-            self._replica_loads is not None
-        ):  # it reads the staging copy of an update, and nothing waits for it elsewhere
+        # The replica reads the staging copy of an update, and nothing else waits for it.
+        if self._replica_loads is not None:
             await self._replica_loads
         started = self._clock()
         try:

@@ -396,7 +396,8 @@ def test_the_tightest_sizes_that_work_are_allowed(overrides: list[str]) -> None:
         ([f"{DEPTH}=0.5", f"{STREAMING}=8"], True),
         ([f"{DEPTH}=null"], False),
         ([f"{DEPTH}=null", f"{OVERLAP}=true"], True),
-        ([f"{DEPTH}=1", "trainer.mode=one_step_off"], False),
+        (["trainer.mode=one_step_off"], True),
+        (["trainer.mode=partial_rollout"], False),
     ],
 )
 def test_weight_syncs_overlap_where_a_given_depth_leaves_the_next_step_its_groups(

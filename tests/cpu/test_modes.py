@@ -1,4 +1,4 @@
-"""Every order in which generation, training and weight syncs can follow each other, on scripted parts (issue: modes)."""
+"""Every order in which generation, training and weight syncs can follow each other, on scripted parts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from scripted import ScriptedEngine, hashed_token, settle
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.inference.interface import EngineCapabilities
 from skyrl_train.rollout.staleness.policies import MaskPolicy, StalenessView
+from skyrl_train.step_metrics import TrainedStep
 from skyrl_train.training.backend import Minibatch
-from skyrl_train.types import GeneratorInput, PauseMode
+from skyrl_train.types import GeneratorInput, PauseMode, RolloutGroup
 
 STREAMING = "trainer.fully_async.streaming_min_groups=1"
 OVERLAP = "trainer.fully_async.overlap_weight_sync=true"
@@ -60,6 +61,31 @@ async def test_one_step_off_generates_while_it_trains_and_publishes_when_nothing
     h.backend.before_update = update_waits_for_the_next_batch
     await h.train()
     assert running_at_load == [0] * 9
+
+
+async def test_one_step_off_changes_no_weights_under_a_batch_that_a_slow_weight_sync_delayed(tmp_path: Path) -> None:
+    h = Harness(tmp_path, "trainer.mode=one_step_off")
+    running_at_load: list[int] = []
+    ended = [asyncio.Event() for _ in range(10)]  # of steps
+    load, finish_step = h.engine.load_weights, h.trainer.finish_step
+
+    async def slow(update: object) -> None:
+        version = update.version  # type: ignore[attr-defined]
+        if 0 < version < 8:  # is served only once the step after it has ended
+            await ended[version + 1].wait()
+        running_at_load.append(len(h.engine.running))
+        await load(update)  # type: ignore[arg-type]
+
+    def observed(batch: Sequence[RolloutGroup], metrics: dict[str, float]) -> TrainedStep:
+        trained = finish_step(batch, metrics)
+        ended[h.trainer.global_step].set()
+        return trained
+
+    h.engine.load_weights = slow  # type: ignore[method-assign,assignment]
+    h.trainer.finish_step = observed  # type: ignore[method-assign]
+    await h.train()
+    assert running_at_load == [0] * 9
+    assert h.trained == list(range(32)) and max(row["staleness/max"] for row in h.rows) == 1
 
 
 # Publication every k steps ---------------------------------------------------------------------------------------------
@@ -154,8 +180,11 @@ async def test_under_wait_streaming_leaves_room_for_the_slow_group(tmp_path: Pat
 # Publication beside training -------------------------------------------------------------------------------------------
 
 
-async def test_the_next_step_trains_while_the_engines_load(tmp_path: Path) -> None:
-    h = Harness(tmp_path, OVERLAP, "trainer.fully_async.staleness_policy=wait")
+@pytest.mark.parametrize(
+    "mode", [(OVERLAP, "trainer.fully_async.staleness_policy=wait"), ("trainer.mode=one_step_off",)]
+)
+async def test_the_next_step_trains_while_the_engines_load(tmp_path: Path, mode: tuple[str, ...]) -> None:
+    h = Harness(tmp_path, *mode)
     loop, trained_beside = asyncio.get_running_loop(), []
     next_update = asyncio.Event()
     load = h.engine.load_weights
@@ -183,7 +212,7 @@ async def test_the_next_step_trains_while_the_engines_load(tmp_path: Path) -> No
     await h.train()
     assert trained_beside == [1, 2, 3, 4, 5, 6, 7]
     assert sorted(h.trained) == list(range(32)) and h.engine.policy_version == 8
-    assert max(row["staleness/max"] for row in h.rows) <= 4
+    assert max(row["staleness/max"] for row in h.rows) <= h.plan.max_staleness_steps
 
 
 async def test_a_weight_sync_that_fails_beside_training_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
