@@ -32,9 +32,9 @@ class OneStepOffTrainer(PPOTrainer):
         A run that is asked to stop does not sync: the requests in flight would be sampled by two policies. It resumes from
         its checkpoint.
         """
-        # The batch in generation is admitted when the last sync has ended.
-        times = await self.components.syncer.wait()
         self.phase.enter(f"waits for the groups of step {self.global_step + 1}")
+        # They are admitted when the last sync has ended.
+        times = await self.components.syncer.wait()
         await self.rollout.dispatcher.idle()
         # idle() returns also if generation has failed or was stopped.
         self.raise_if_failed()

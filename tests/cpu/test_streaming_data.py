@@ -19,6 +19,7 @@ from harness import Harness
 from pyarrow import parquet
 
 from skyrl_train.config.compose import compose
+from skyrl_train.entrypoints.inputs import load_inputs
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, ConfigError, DataError
 from skyrl_train.rollout.data import streaming
@@ -262,6 +263,19 @@ async def test_a_stream_of_nothing_but_prompts_that_are_too_long_does_not_start(
         DataError, match=r"All prompts of data\.train_data are too long .* data\.on_long_prompt=truncate"
     ):
         await reader.start()
+    await reader.loader.source.aclose()
+
+
+async def test_columns_that_a_reward_function_requires_are_missed_as_rows_are_read(tmp_path: Path) -> None:
+    (tmp_path / "of_trl.py").write_text("def reward(completions, answer): return [1.0] * len(completions)\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows_of(2), {"prompt": "2="}]))
+    settings = [f"data.train_data=[{tmp_path}/rows.jsonl]", "data.streaming=true", "trainer.max_steps=1"]
+    settings += ["environment.env_class=single_turn", f"rollout.stages.reward.function={tmp_path}/of_trl.py:reward"]
+    prompts = load_inputs(compose("quickstart", settings)).dataset
+    assert isinstance(prompts, StreamingPrompts)
+    reader = Reader(prompts)
+    with pytest.raises(ConfigError, match=r"names 'answer', and prompt '2-.* has no such column"):
+        await reader.read()
     await reader.loader.source.aclose()
 
 

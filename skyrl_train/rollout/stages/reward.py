@@ -251,10 +251,10 @@ def check_signature(path: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def column_check(path: str, kwargs: Mapping[str, Any]) -> Callable[[PromptRecord], None]:
-    """Return a check that a prompt has the columns which the function names, if it is one of TRL.
+    """Return a check of a prompt: that its row has the columns which a reward function of TRL requires.
 
     Raises:
-        ConfigError: (the check) a column is missing.
+        ConfigError: the function cannot be imported; of the check: a column is missing.
     """
     always = ("prompts", "completions", "completion_ids")
     needed: list[tuple[str, str]] = []  # the function, and the column
