@@ -20,7 +20,6 @@ deliberate attacker, put the trainer's machine or the sandbox into a virtual mac
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -58,6 +57,7 @@ REMEDIES = {
 }
 
 _slots = threading.BoundedSemaphore(os.cpu_count() or 1)  # programs that run at once, so that wall clocks are fair
+_available: set[str] = set()  # the isolations that have worked in this process
 _next_user = itertools.count(os.getpid())  # each program a different one, because the kernel counts processes per user
 
 
@@ -111,19 +111,22 @@ def run_program(
     return _run(program, stdin, limits or SandboxLimits(), isolation)
 
 
-@functools.cache
 def why_unavailable(isolation: str) -> str | None:
     """Return why ``isolation`` does not work on this machine, or None where it does.
 
-    Runs an empty program, once per process.
+    Runs an empty program until it has succeeded once in this process. A failure is not kept: the temporary folder may be full
+    for a minute.
     """
+    if isolation in _available:
+        return None
     try:
-        # With time for a busy machine: the answer holds for the life of the process.
+        # With time for a busy machine.
         result = _run("", "", SandboxLimits(cpu_s=60, wall_s=300.0), isolation)
     except (SandboxError, OSError) as error:
         reason = str(error)
     else:
         if result.succeeded:
+            _available.add(isolation)
             return None
         reason = result.stderr[-300:].strip() or str(result)
     return f"Sandbox isolation {isolation!r} does not work here: {reason}. {REMEDIES[isolation]}"

@@ -255,8 +255,29 @@ def test_a_machine_that_is_slow_for_a_minute_is_not_one_without_a_sandbox(monkey
         in_time = limits.wall_s > 60 and limits.cpu_s > 10
         return SandboxResult("", "", 0 if in_time else 137, timed_out=not in_time)
 
+    monkeypatch.setattr(sandbox, "_available", set())
     monkeypatch.setattr(sandbox, "_run", slow)
-    assert why_unavailable.__wrapped__("namespaces") is None  # the answer is kept for the life of the process
+    assert why_unavailable("namespaces") is None
+
+
+def test_a_sandbox_that_failed_once_is_tried_again_and_one_that_works_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[Exception | SandboxResult] = [
+        FileNotFoundError("No usable temporary directory found"),
+        SandboxResult("", "", 0, timed_out=False),
+    ]
+
+    def run_once(program: str, stdin: str, limits: SandboxLimits, isolation: str) -> SandboxResult:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(sandbox, "_available", set())
+    monkeypatch.setattr(sandbox, "_run", run_once)
+    assert "No usable temporary directory" in str(why_unavailable("namespaces"))
+    assert why_unavailable("namespaces") is None
+    assert outcomes == []
+    assert why_unavailable("namespaces") is None, "without a third program"
 
 
 def test_output_is_compared_without_white_space_at_ends() -> None:
