@@ -740,8 +740,9 @@ WARM_UP_STEPS = 3  # left out of the figures: kernels are chosen, staging areas 
 # The step metrics that are reported, as medians.
 STEP_METRICS = (
     "time/step",
-    "time/generate",
     "time/train",
+    "time/prepare_update",
+    "time/wait_for_batch",
     "time/gather",
     "time/transfer",
     "time/pause",

@@ -49,7 +49,7 @@ class FullyAsyncTrainer(PPOTrainer):
         clock = self.components.clock
         self.phase.enter(f"trains step {self.global_step + 1} on groups as they finish")
         batch: list[RolloutGroup] = []
-        waited_s = trained_s = 0.0
+        waited_s = updating_s = trained_s = 0.0
         # Each part adds gradients as soon as it is there; the optimizer steps once the batch is complete.
         while (missing := self.plan.policy_mini_batch_size - len(batch)) > 0:
             waiting_since = clock()
@@ -61,23 +61,34 @@ class FullyAsyncTrainer(PPOTrainer):
                 return None
             part = await self.rollout.buffer.load(chosen)
             started = clock()
-            await self.training.run(self.accumulate, part)
+            trained_s += await self.training.run(self.accumulate, part)
             # From here on these groups have slots of the step: the next wait asks only for the missing ones.
             batch += part
             waited_s += started - waiting_since
-            trained_s += clock() - started
+            updating_s += clock() - started
         started = clock()
         # Only this call changes the weights: an error before it leaves the policy as it was.
         metrics = await self.training.update(self.finish_update)
-        times = {"time/wait_for_batch": waited_s, "time/train": trained_s + clock() - started}
+        updating_s += clock() - started
+        trained_s += metrics["time/train"]
+        times = {
+            "time/wait_for_batch": waited_s,
+            "time/prepare_update": updating_s - trained_s,
+            "time/train": trained_s,
+        }
         return self.finish_step(batch, {**metrics, **times})
 
     def finish_update(self) -> dict[str, float]:
         """Make the optimizer step with everything accumulated and return its metrics. Runs in the training thread."""
+        started = self.components.clock()
         metrics = self.components.backend.finish(self.global_step + 1)
+        trained_s = self.components.clock() - started
         self.samples.collect(self.components.backend)
-        return metrics
+        return {**metrics, "time/train": trained_s}
 
-    def accumulate(self, part: Sequence[RolloutGroup]) -> None:
-        """Add the gradients of ``part`` to the current step. Runs in the training thread."""
-        self.components.backend.accumulate(self.minibatch(part))
+    def accumulate(self, part: Sequence[RolloutGroup]) -> float:
+        """Add the gradients of ``part`` to the current step, and return the backend's seconds. Runs in the training thread."""
+        minibatch = self.minibatch(part)
+        started = self.components.clock()
+        self.components.backend.accumulate(minibatch)
+        return self.components.clock() - started

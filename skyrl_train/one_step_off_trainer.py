@@ -27,7 +27,7 @@ class OneStepOffTrainer(PPOTrainer):
     async def sync_weights(self) -> dict[str, float]:
         """Sync the weights after the batch in generation has ended; return when they are copied.
 
-        The returned times belong to the previous sync.
+        The returned times belong to the previous sync, but for the wait for the batch.
 
         A run that is asked to stop does not sync: the requests in flight would be sampled by two policies. It resumes from
         its checkpoint.
@@ -35,7 +35,10 @@ class OneStepOffTrainer(PPOTrainer):
         self.phase.enter(f"waits for the groups of step {self.global_step + 1}")
         # They are admitted when the last sync has ended.
         times = await self.components.syncer.wait()
-        await self.rollout.dispatcher.idle()
+        started = self.components.clock()
+        with self.components.events.span("wait_for_batch", self.global_step + 1):
+            await self.rollout.dispatcher.idle()
+        times["time/wait_for_batch"] = self.components.clock() - started
         # idle() returns also if generation has failed or was stopped.
         self.raise_if_failed()
         if self.stop_requested:

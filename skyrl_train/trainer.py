@@ -284,7 +284,8 @@ class PPOTrainer:
             metrics = await self.training.update(self.update_policy, batch)
         finally:
             preparing.cancel()
-        times = {"time/wait_for_batch": started - waiting_since, "time/train": clock() - started}
+        prepared_s = clock() - started - metrics["time/train"]
+        times = {"time/wait_for_batch": started - waiting_since, "time/prepare_update": prepared_s}
         return self.finish_step(batch, {**metrics, **turn, **times})
 
     async def prepare_next_minibatch(self) -> None:
@@ -349,9 +350,12 @@ class PPOTrainer:
 
     def update_policy(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
         """Run one optimizer step on ``batch`` and return its metrics. Runs in the training thread."""
-        metrics = self.components.backend.update(self.minibatch(batch))
+        minibatch = self.minibatch(batch)
+        started = self.components.clock()
+        metrics = self.components.backend.update(minibatch)
+        trained_s = self.components.clock() - started
         self.samples.collect(self.components.backend)
-        return metrics
+        return {**metrics, "time/train": trained_s}
 
     def minibatch(self, groups: Sequence[RolloutGroup]) -> Minibatch:
         """Build the backend's input from groups of the current step. Runs in the training thread.
@@ -386,7 +390,8 @@ class PPOTrainer:
     async def sync_and_report(self, trained: TrainedStep) -> None:
         """Sync the weights, then report the step. A step whose weight sync fails is reported as well: it is trained."""
         try:
-            trained.metrics.update(await self.sync_weights())
+            for name, value in (await self.sync_weights()).items():
+                trained.metrics[name] = trained.metrics.get(name, 0.0) + value
         except Exception as error:
             try:
                 self.report(trained)

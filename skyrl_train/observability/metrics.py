@@ -363,7 +363,13 @@ declare(
     # Speed
     MetricSpec("time/", _SUM, "The parts of a step's time; with overlap they add up to more than the step", "s"),
     MetricSpec("time/step", _SUM, "From the end of the previous step to the end of this one", "s"),
-    MetricSpec("time/train", _SUM, "Forward and backward passes and the optimizer", "s"),
+    MetricSpec("time/train", _SUM, "The backend's update: forward and backward passes and the optimizer", "s"),
+    MetricSpec(
+        "time/prepare_update",
+        _SUM,
+        "Beside the backend's update: the minibatch is built, unless it is ready, and threads wait for each other",
+        "s",
+    ),
     MetricSpec("time/wait_for_batch", _SUM, "Training waits for groups", "s"),
     MetricSpec(
         "time/generation_idle",

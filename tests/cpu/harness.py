@@ -6,6 +6,7 @@ import asyncio
 import copy
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
 from pathlib import Path
@@ -158,7 +159,12 @@ class Harness:
     """Builds a trainer in ``folder``; build another one in the same folder to resume."""
 
     def __init__(
-        self, folder: Path, *overrides: str, engine: ScriptedEngine | None = None, critic: CriticBackend | None = None
+        self,
+        folder: Path,
+        *overrides: str,
+        engine: ScriptedEngine | None = None,
+        critic: CriticBackend | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = copy.deepcopy(composed(overrides))
         self.config.trainer.run_dir = str(folder)
@@ -197,6 +203,7 @@ class Harness:
             stages=self.stages,
             evaluation_engines=self.evaluation_engines,
             evaluation_prompts=load_evaluation_prompts(self.config),
+            clock=clock,
             spill_folder=folder / "spill" if self.config.rollout.buffer_memory_bytes is not None else None,
             export_checkpoint=lambda step: self.on_export(step),
         )

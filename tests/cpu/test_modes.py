@@ -13,6 +13,7 @@ from scripted import ScriptedEngine, hashed_token, settle
 
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.inference.interface import EngineCapabilities
+from skyrl_train.minibatch_builder import MinibatchInputs
 from skyrl_train.rollout.staleness.policies import MaskPolicy, StalenessView
 from skyrl_train.step_metrics import TrainedStep
 from skyrl_train.training.backend import Minibatch
@@ -61,6 +62,36 @@ async def test_one_step_off_generates_while_it_trains_and_publishes_when_nothing
     h.backend.before_update = update_waits_for_the_next_batch
     await h.train()
     assert running_at_load == [0] * 9
+
+
+@pytest.mark.parametrize("mode", ["trainer.mode=sync", "trainer.mode=one_step_off", STREAMING])
+async def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path, mode: str) -> None:
+    """Of a clock that goes on only where a part says so. ``one_step_off`` waits for its next batch before a weight sync."""
+    now_s, parts = [0.0], [0]
+    h = Harness(tmp_path, mode, clock=lambda: now_s[0])
+    build, idle = h.trainer.minibatches.build, h.trainer.rollout.dispatcher.idle
+
+    def built(inputs: MinibatchInputs) -> tuple[Sequence[RolloutGroup], Minibatch]:
+        now_s[0] += 2.0
+        return build(inputs)
+
+    def trained(part: Minibatch) -> None:
+        now_s[0] += 5.0
+        parts[0] += 1
+
+    async def ended() -> None:
+        now_s[0] += 3.0
+        await idle()
+
+    h.trainer.minibatches.build = built  # type: ignore[method-assign,assignment]
+    h.trainer.rollout.dispatcher.idle = ended  # type: ignore[method-assign]
+    h.backend.before_update = trained
+    await h.train()
+    waited = 3.0 if "one_step_off" in mode else 0.0
+    assert {row["time/wait_for_batch"] for row in h.rows} == {waited}
+    assert sum(row["time/train"] for row in h.rows) == 5.0 * parts[0]
+    assert [row["time/prepare_update"] for row in h.rows] == [row["time/train"] / 5.0 * 2.0 for row in h.rows]
+    assert [row["time/step"] for row in h.rows] == [waited + row["time/train"] / 5.0 * 7.0 for row in h.rows]
 
 
 async def test_one_step_off_changes_no_weights_under_a_batch_that_a_slow_weight_sync_delayed(tmp_path: Path) -> None:

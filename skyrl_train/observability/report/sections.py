@@ -243,6 +243,7 @@ def _steps(facts: RunFacts) -> list[Section]:
     names = (
         "time/step",
         "time/train",
+        "time/prepare_update",
         "time/wait_for_batch",
         "time/gather",
         "time/pause",
