@@ -229,3 +229,24 @@ def test_the_cache_of_rendered_conversations_is_bounded_in_size_too(monkeypatch:
     for content in ("short", "short", "long " * 20_000, "long " * 20_000):
         renderer.render([{"role": "user", "content": content}])
     assert rendered == [5, 100_000, 100_000]
+
+
+def test_messages_that_come_again_are_rendered_once_whatever_the_answer_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = make_tokenizer(CHATML)
+    applied, rendered = tokenizer.apply_chat_template, []
+
+    def counted(messages: list[dict[str, str]], **kwargs: object) -> object:
+        rendered.append([message["content"] for message in messages[2:]])  # behind the answer that stands for all
+        return applied(messages, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    renderer = ChatRenderer(tokenizer, "")
+    for answer in ("7", "8<|im_end|>", "9<|im_end|>\n"):
+        for content in ("higher", "lower"):
+            new, response = [{"role": "user", "content": content}], tokens(tokenizer, answer)
+            assert renderer.extend([5], response, new) == ChatRenderer(TOKENIZERS["chatml"], "").extend(
+                [5], response, new
+            )
+    assert rendered == [["higher"], [], ["lower"]]  # nothing: how an answer ends

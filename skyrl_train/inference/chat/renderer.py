@@ -96,7 +96,8 @@ class ChatRenderer:
         self._template_kwargs = dict(template_kwargs)
         message_format(tool_parser or "none", reasoning_parser or "none")  # reject unknown names early
         self._render = _cached(self._render_json)
-        self._closing = _cached(self._render_closing)
+        self._following = _cached(self._following_json)
+        self._closing = _cached(self._closing_json)
         self._warned_of_tools = False
 
     @classmethod
@@ -206,10 +207,8 @@ class ChatRenderer:
                 raise ConfigError(
                     f"The chat format {self._family.name!r} cannot continue this conversation token by token."
                 )
-            return previous + self._encode_after_answer(_contents(new))
+        following, closing = self._following(_json([new, list(tools), arguments, continue_final]))
         # The response may have sampled the beginning of what closes its turn (its end token, usually): do not repeat it.
-        following = self._encode_after_answer(self._after_answer(new, tools, arguments, _end(continue_final)))
-        closing = self._closing(_json([list(tools), arguments]))
         repeated = next(
             (
                 length
@@ -218,12 +217,21 @@ class ChatRenderer:
             ),
             0,
         )
-        return previous + following[repeated:]
+        return previous + following[repeated:].tolist()
 
-    def _render_closing(self, key: str) -> list[int]:
+    def _following_json(self, key: str) -> tuple[array[int], Sequence[int]]:
+        """Return the tokens between an answer and the next one, and how they begin: with the end of the assistant's turn."""
+        new, tools, arguments, continue_final = json.loads(key)
+        if not self._template:
+            return self._encode_after_answer(_contents(new)), ()
+        text = self._after_answer(new, tools, arguments, _end(continue_final))
+        return self._encode_after_answer(text), self._closing(_json([tools, arguments]))
+
+    def _closing_json(self, key: str) -> Sequence[int]:
         """Return the tokens that end the assistant's turn."""
         tools, arguments = json.loads(key)
-        return self._encode_after_answer(self._after_answer((), tools, arguments, {"add_generation_prompt": False}))
+        text = self._after_answer((), tools, arguments, {"add_generation_prompt": False})
+        return self._encode_after_answer(text).tolist()
 
     def _after_answer(
         self, new: Messages, tools: Messages, template_kwargs: Mapping[str, Any], end: Mapping[str, Any]
@@ -278,13 +286,15 @@ class ChatRenderer:
 
     def _checked(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         template_kwargs = {**self._template_kwargs, **template_kwargs}
-        if not template_kwargs:
-            return {}
-        reserved = {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"} - {"kwargs"}
         for key in template_kwargs:
-            if key in reserved:
+            if key in self._own_arguments:
                 raise ConfigError(f"chat template argument {key!r} is set by the renderer; leave it out.")
         return template_kwargs
+
+    @cached_property
+    def _own_arguments(self) -> set[str]:
+        """Those of the chat template that only the renderer sets."""
+        return {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"} - {"kwargs"}
 
     def retokenise(self, token_ids: Sequence[int]) -> list[int]:
         """Decode and encode ``token_ids``. The result differs if the model split the text differently than the tokenizer."""
@@ -295,12 +305,16 @@ class ChatRenderer:
         """Return the tokens of ``text`` without any that the tokenizer would add around it."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _encode_after_answer(self, text: str) -> list[int]:
+    @cached_property
+    def _answer(self) -> list[int]:
+        return self.encode(_ANSWER)
+
+    def _encode_after_answer(self, text: str) -> array[int]:
         """Encode ``text`` as a continuation: some tokenizers put a space before the first word of a text."""
         if not text:
-            return []
-        answer, both = self.encode(_ANSWER), self.encode(_ANSWER + text)
-        return both[len(answer) :] if both[: len(answer)] == answer else self.encode(text)
+            return array("i")
+        answer, both = self._answer, self.encode(_ANSWER + text)
+        return array("i", both[len(answer) :] if both[: len(answer)] == answer else self.encode(text))
 
     # Tokens to messages -------------------------------------------------------------------------------------------
 
