@@ -202,11 +202,10 @@ class ChatRenderer:
             # A bridge that changes earlier tokens would train on tokens that were not sampled.
             if bridged is not None and bridged.token_ids[: len(previous)] == previous:
                 return list(bridged.token_ids)
-        if not self._template:
-            if self._family is not None:
-                raise ConfigError(
-                    f"The chat format {self._family.name!r} cannot continue this conversation token by token."
-                )
+        if not self._template and self._family is not None:
+            raise ConfigError(
+                f"The chat format {self._family.name!r} cannot continue this conversation token by token."
+            )
         following, closing = self._following(_json([new, list(tools), arguments, continue_final]))
         # The response may have sampled the beginning of what closes its turn (its end token, usually): do not repeat it.
         repeated = next(
