@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class StepReports:
         self._flops = flops
         self._observed: dict[str, list[float]] = {}
         self._step_ended_s = clock()
+        self._computed_s = self._measured_s = 0.0  # of the thread, and of any clock that never stands still
         self._tokens_reported = 0
         self.untrained_reported: dict[str, int] = {}
         self.totals = {"inference/generated_tokens_total": 0.0, "policy/tokens_total": 0.0, "elapsed_s": 0.0}
@@ -62,7 +64,15 @@ class StepReports:
     def begin(self) -> None:
         """Start the clock of the first step, so that start-up counts neither as step time nor as idle time."""
         self._step_ended_s = self._clock()
+        self._take_busy_share()
         self._rollout.dispatcher.slots.take_idle_fraction()
+
+    def _take_busy_share(self) -> float:
+        """Return the share of the time since the previous call in which the calling thread, the control loop's, computed."""
+        computed_s, now_s = time.thread_time(), time.perf_counter()
+        share = (computed_s - self._computed_s) / (now_s - self._measured_s)
+        self._computed_s, self._measured_s = computed_s, now_s
+        return share
 
     def observe(self, values: Mapping[str, float]) -> None:
         """Take figures of this moment. A step has the means of those since the step before, or else the newest ones."""
@@ -103,6 +113,7 @@ class StepReports:
                 "inference/engine_restarts": self._client.engine_restarts,
                 **self._client.replay_cache.metrics(),
                 **{name: total for name, total in totals.items() if name != "elapsed_s"},
+                "system/control_busy": self._take_busy_share(),
                 "system/rss_bytes": resident_bytes(),
                 **{name: statistics.fmean(values) for name, values in self._observed.items()},
             },

@@ -408,13 +408,28 @@ def slow_training(run: LastSteps) -> tuple[str, str] | None:
 
 
 WAITS, MOST = 0.3, 0.5  # of the time; below, other work hides most of it; and above, nothing else takes as long
+CONTROL = 0.7  # of the time; beyond, requests and groups queue for the control process
+
+
+def busy_control_process(run: LastSteps) -> tuple[str, str] | None:
+    """Training waits for groups, and these wait for the event loop that runs environments and talks to the engines."""
+    busy = run.mean("system/control_busy")
+    if not (busy > CONTROL and run.share_of_time("wait_for_batch") > WAITS):
+        return None
+    if not run.setting("rollout.num_actors", 0):
+        action = "Move environments and agents to other processes: rollout.num_actors."
+    else:
+        action = "Let engines do more for each request: fewer turns, or longer responses."
+    return f"The control process is the bottleneck: its event loop computes {busy:.0%} of the time.", action
+
+
 QUEUED = 0.25  # waiting by running requests; then engines are never short of work, and more of it would only wait
 
 
 def slow_generation(run: LastSteps) -> tuple[str, str] | None:
     """Training waits for groups: for engines, for the slowest group, or because nothing is generated ahead."""
     waits, idle = run.share_of_time("wait_for_batch"), run.mean("async/idle_fraction")
-    if not waits > WAITS:
+    if not waits > WAITS or busy_control_process(run) is not None:
         return None
     running, waiting = run.mean("inference/running_requests"), run.mean("inference/waiting_requests")
     if run.setting("trainer.mode", "sync") in ("sync", "one_step_off", "partial_rollout"):
@@ -493,6 +508,7 @@ def underfilled_micro_batches(run: LastSteps) -> tuple[str, str] | None:
 TUNING: tuple[Rule, ...] = (
     solved_prompts,
     slow_training,
+    busy_control_process,
     slow_generation,
     stale_groups,
     slow_weight_sync,

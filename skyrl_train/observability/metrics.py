@@ -442,6 +442,13 @@ declare(
     ),
     MetricSpec("system/gpu_memory_bytes", _LAST, "Used memory of its fullest GPU", "bytes"),
     MetricSpec("system/gpu_memory_share", _LAST, "The same by the GPU's memory", "share"),
+    MetricSpec(
+        "system/control_busy",
+        _LAST,
+        "Share of the step's time in which the event loop of the control process computed: admission, environments that do "
+        "not block, chat templates, messages to engines. Near 1, everything waits for it",
+        "share",
+    ),
     MetricSpec("system/rss_bytes", _LAST, "Resident memory of the control process as the step ends", "bytes"),
     MetricSpec("system/checkpoint_bytes", _LAST, "Size of the last checkpoint that this process wrote", "bytes"),
     MetricSpec("system/disk_free_bytes", _LAST, "Free space where it was written, just afterwards", "bytes"),

@@ -440,7 +440,7 @@ async def test_metrics_say_what_the_system_did(tmp_path: Path) -> None:
     await h.train()
     row = h.rows[-1]
     assert row["async/trained"] == 32 and row["async/submitted"] == 32 and row["async/in_flight"] == 0
-    assert 0 <= row["async/idle_fraction"] <= 1
+    assert 0 <= row["async/idle_fraction"] <= 1 and row["system/control_busy"] > 0
     for key in (
         "time/wait_for_batch",
         "time/pause",
