@@ -152,6 +152,7 @@ class GymGenerator(GeneratorInterface):
             messages, _ = await episode.init(prompt)
             input_ids = self._renderer.render(messages)
             trajectory = _Trajectory(input_ids)
+            oldest_version: int | None = None  # of the tokens sampled so far
             budget = self._token_budget(len(input_ids), sampling.max_tokens)
             # Training cannot use a shortened prompt, so a long one is an error instead of a truncation.
             if budget < 1:
@@ -172,10 +173,8 @@ class GymGenerator(GeneratorInterface):
                     session_ids=[session],
                     detokenize=False,  # decoded below, because the environment's text includes a matched stop string
                 )
-                # Tokens of observations have version -1.
-                sampled_versions = [version for version in trajectory.versions if version >= 0]
-                if sampled_versions:  # engines with priorities take the oldest trajectory first
-                    request["priority"] = min(sampled_versions)
+                if oldest_version is not None:  # engines with priorities take the oldest trajectory first
+                    request["priority"] = oldest_version
                 output = await self._client.generate(request)
                 sampled = output["response_ids"][0]
                 # A turn without tokens would have no place for its reward.
@@ -183,7 +182,9 @@ class GymGenerator(GeneratorInterface):
                     raise EngineError(
                         f"The engine sampled no token for {trajectory_id.to_string()!r}; it was asked for some."
                     )
-                trajectory.add(sampled, 1, output["response_logprobs"][0], output["response_versions"][0])
+                versions = output["response_versions"][0]
+                trajectory.add(sampled, 1, output["response_logprobs"][0], versions)
+                oldest_version = min(versions) if oldest_version is None else min(oldest_version, *versions)
                 trajectory.stop_reason = output["stop_reasons"][0]
                 trajectory.turns += 1
                 action = str(self._tokenizer.decode(sampled, skip_special_tokens=True))
