@@ -429,8 +429,9 @@ CORRECTION = "trainer.algorithm.off_policy_correction"
         (
             "trl",
             ["num_generations=4", "epsilon=0.1", "loss_type=dr_grpo", "scale_rewards=none", "use_vllm=true", "top_k=0",
-             "max_steps=-1"],
-            {"generator.n_samples_per_prompt": 4, "trainer.algorithm.eps_clip_high": 0.1,
+             "max_steps=-1", "max_completion_length=128"],
+            {"generator.n_samples_per_prompt": 4, "generator.sampling_params.max_tokens": 128,
+             "trainer.algorithm.max_seq_len": 128, "trainer.algorithm.eps_clip_high": 0.1,
              "trainer.algorithm.loss_reduction": "seq_mean_token_sum_norm", "trainer.algorithm.grpo_norm_by_std": False,
              f"{ENGINE}.backend": "vllm", "generator.sampling_params.top_k": -1, "trainer.max_steps": None},
         ),

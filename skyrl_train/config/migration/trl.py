@@ -83,6 +83,11 @@ def _reduction(value: Any, theirs: Theirs) -> Any:
     return _REDUCTIONS.get(value, Without(f"there is no loss {value} here; algorithms.md says which there are"))
 
 
+def _norm(value: Any, theirs: Theirs) -> Any:
+    # Their dr_grpo divides by the longest completion.
+    return value if theirs.get("loss_type") == "dr_grpo" else UNSET
+
+
 def _clip_high(value: Any, theirs: Theirs) -> Any:
     if theirs.get("loss_type") == "cispo":
         return UNSET
@@ -234,6 +239,7 @@ _SETTINGS: list[Setting] = [
         UNSET,
         _reduction,
     ),
+    Setting("max_completion_length", "trainer.algorithm.max_seq_len", "dr_grpo", UNSET, _norm),
     Setting(
         "importance_sampling_level",
         "trainer.algorithm.policy_loss_type",
