@@ -316,4 +316,10 @@ def problems(group: RolloutGroup) -> list[str]:
     truncated = sum(sequence.stop_reason == "length" for sequence in sequences)
     if truncated:
         found.append(f"{truncated} of {len(sequences)} responses were ended by a length limit")
+    unfinished = round(group.metrics.get("generate/unfinished_episodes", 0.0) * len(group.samples))
+    if unfinished:
+        found.append(
+            f"{unfinished} of {len(group.samples)} episodes ended before their environment was done. Raise generator.max_turns "
+            "(1 by default), or generator.max_input_length if the context was full"
+        )
     return found

@@ -47,6 +47,7 @@ class _Trajectory:
     rewards: list[float] = field(default_factory=list)
     stop_reason: str = StopReason.STOP
     turns: int = 0
+    done: bool = False  # the environment said so
     postprocessed_actions: int = 0
     environment_metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -192,7 +193,8 @@ class GymGenerator(GeneratorInterface):
                 # The last token of the response is the last token of this turn: observations are added only below.
                 trajectory.rewards[-1] += step["reward"]
                 trajectory.postprocessed_actions += step.get("postprocessed_action") not in (None, action)
-                if step["done"] or trajectory.turns >= self._config.max_turns:
+                trajectory.done = step["done"]
+                if trajectory.done or trajectory.turns >= self._config.max_turns:
                     break
                 # The next input begins with the very tokens that were sampled; text is never encoded again.
                 extended = self._renderer.extend(input_ids, sampled, step["observations"])
@@ -223,6 +225,7 @@ def _metrics(trajectories: Sequence[_Trajectory]) -> dict[str, float]:
     values: dict[str, list[float]] = {
         "generate/turns": [t.turns for t in trajectories],
         "generate/response_tokens": [sum(t.loss_mask) for t in trajectories],
+        "generate/unfinished_episodes": [not t.done for t in trajectories],
         "generate/postprocessed_actions": [t.postprocessed_actions for t in trajectories],
     }
     for trajectory in trajectories:

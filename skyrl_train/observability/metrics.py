@@ -300,6 +300,12 @@ declare(
     ),
     MetricSpec("generate/latency_s_p99", _LAST, "99th percentile of the same", "s"),
     MetricSpec("generate/latency_s_oldest", _LAST, "Age of the oldest attempt at a group that still runs", "s"),
+    MetricSpec(
+        "generate/unfinished_episodes",
+        _MEAN,
+        "Episodes that generator.max_turns or the context ended before their environment was done",
+        "share",
+    ),
     MetricSpec("generate/postprocessed_actions", _MEAN, "Turns whose text the environment changed", "turns"),
     MetricSpec("generate/agent_seconds", _MEAN, "Duration of an agent's run", "s"),
     MetricSpec("generate/failed_agents", _MEAN, "Agents that failed and train all the same", "share"),

@@ -224,6 +224,16 @@ def test_what_would_teach_nothing_is_said() -> None:
     assert "1 of 2 responses" in problems(group(good, sequence([1], [0.0], "length")))[0]
 
 
+def test_episodes_that_the_turn_limit_ends_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1="}\n')
+    mine = [f"environment.env_class={HERE}:TwoTurns", f"data.train_data=[{data}]"]
+    assert main(["try", *TINY, *mine, "--samples=2"]) == 0
+    assert (
+        "2 of 2 episodes ended before their environment was done. Raise generator.max_turns" in capsys.readouterr().out
+    )
+
+
 def test_control_characters_do_not_reach_the_terminal() -> None:
     assert visible("a\n\tä") == "a\n\tä"
     assert visible("\x1b[2J\x07\u202e") == "\\x1b[2J\\x07\\u202e"

@@ -68,7 +68,7 @@ class Ledger(Environment):
         return {
             "observations": self.extras.get("observations", []),
             "reward": 0.5,
-            "done": False,
+            "done": self.extras.get("done", False),
             "postprocessed_action": self.extras.get("postprocessed_action"),
         }
 
@@ -153,6 +153,7 @@ async def test_one_turn_is_the_prompt_the_sampled_tokens_and_the_reward_on_the_l
     assert output["rollout_metrics"] == {
         "generate/turns": 1.0,
         "generate/response_tokens": 4.0,
+        "generate/unfinished_episodes": 0.0,
         "generate/postprocessed_actions": 0.0,
         "environment/exact": 0.0,
     }
@@ -271,6 +272,14 @@ async def test_a_conversation_past_max_input_length_ends_with_length_on_a_sample
     ((sample,),) = (sample.sequences for sample in to_samples(output, 1))
     assert TOKENIZER.decode(sample.response_ids) == "a<eos>!!!a<eos>"
     assert sample.stop_reason == "length"
+    assert output["rollout_metrics"] is not None and output["rollout_metrics"]["generate/unfinished_episodes"] == 1.0
+
+
+async def test_episodes_that_the_turn_limit_ends_are_counted() -> None:
+    extras = [{"observations": [{"role": "user", "content": "!"}]}, {"done": True}]
+    output = await play(lambda text, seed: "a.", batch(QUICK, extras), max_turns=1)
+    assert output["stop_reasons"] == ["stop", "stop"], "the last response itself was not cut off"
+    assert output["rollout_metrics"] is not None and output["rollout_metrics"]["generate/unfinished_episodes"] == 0.5
 
 
 async def test_a_prompt_that_does_not_fit_is_refused() -> None:
