@@ -102,8 +102,12 @@ class ProcessAgent:
         if status:
             how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
             lines = (err or out).strip().splitlines()[-_ERROR_LINES:]
-            last = "\n".join(["", *lines]) if lines else "none"
-            raise AgentError(f"{self._command[0]} {how}; its last output: {last}", output)
+            # Where only the first line is shown, it should have the error of a traceback, which is the last line.
+            *before, last = lines or ["no output"]
+            message = "\n".join(
+                [f"{self._command[0]} {how}: {last}", *(["Before that it printed:", *before] if before else [])]
+            )
+            raise AgentError(message, output)
         try:
             return replace(_read_reward(out), output=output)
         except AgentError as error:
@@ -125,7 +129,11 @@ class ProcessAgent:
                         start_new_session=True,
                     )
                 except OSError as error:
-                    raise AgentError(f"{self._command[0]} cannot be started: {error.strerror or error}") from error
+                    remedy = ". Write {python} before it, as the first word of generator.kwargs.command"
+                    raise AgentError(
+                        f"{self._command[0]} cannot be started: {error.strerror or error}"
+                        f"{remedy if self._command[0].endswith('.py') else ''}"
+                    ) from error
             # Only the program holds the write ends now, so the pipes end when it does.
             out.close_write_end()
             err.close_write_end()
