@@ -85,7 +85,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | P
     if OmegaConf.get_type(composed) is not RunConfig:
         raise ConfigError(
             f"Recipe {config_name!r} does not build on the schema. Start it with the line `defaults: [{BASE}, _self_]`; "
-            "for the settings of a run, give its folder."
+            "for the settings of a run, give its folder; for those of another library, name it: --from trl FILE."
         )
     return _to_run_config(composed, where=config_name)
 
@@ -201,8 +201,11 @@ def _locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]
     if path.suffix in (".yaml", ".yml") or path.parent != Path():
         if not path.is_file():
             known = ", ".join(recipe_names())
+            there = {file.stem: file for suffix in ("*.yaml", "*.yml") for file in path.parent.glob(suffix)}
+            meant = nearest(path.stem, there)
             raise ConfigError(
-                f"There is no recipe file {config_name!r}. Give an existing file, the folder of a run, or one of: {known}."
+                f"There is no recipe file {config_name!r}.{f' Did you mean {there[meant]}?' if meant else ''} Give an existing "
+                f"file, the folder of a run, or one of: {known}."
             )
         return path.parent.resolve(), path.name
     if config_dir is not None and not Path(config_dir).is_dir():
@@ -282,7 +285,10 @@ def _explain(error: Exception, where: str) -> ConfigError:
         return ConfigError(f"{key} has no value (in {where}); give it one: {key}=...")
     holds = known_keys().get(key.partition("[")[0], "another kind of value")
     given = _given_value(text, key, error)
-    return ConfigError(f"{key} (in {where}) must be {holds}{given}.")
+    value = given.removeprefix(", got ")
+    single = holds.startswith("a list") and re.fullmatch(r"[^\[{,][^,]*", value) and value not in (given, "null")
+    remedy = f" Write {key}=[{value}]." if single else ""
+    return ConfigError(f"{key} (in {where}) must be {holds}{given}.{remedy}")
 
 
 def _given_value(text: str, key: str, error: Exception) -> str:

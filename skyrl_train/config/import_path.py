@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -84,11 +85,18 @@ def import_name(path: str, setting: str, kind: Literal["class", "function"] = "c
     place, colon, name = path.rpartition(":")
     if not colon:
         place, _, name = path.rpartition(".")
+    example = "Class" if kind == "class" else "function"
+    remedy = f"Name a {kind} as package.module:{example} or file.py:{example}."
+    if not colon and path.endswith(".py"):
+        raise ConfigError(f"{setting}={path!r} is a file. {remedy}")
+    module: ModuleType | None = None
     try:
-        return getattr(_module_of_file(place) if place.endswith(".py") else importlib.import_module(place), name)
+        module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
+        return getattr(module, name)
     except (ImportError, AttributeError, ValueError, OSError) as error:
-        example = "Class" if kind == "class" else "function"
-        remedy = f"Name a {kind} as package.module:{example} or file.py:{example}."
+        close = difflib.get_close_matches(name, vars(module), n=1) if module is not None else []
+        if close:
+            remedy = f"Did you mean {path.removesuffix(name)}{close[0]}?"
         # Another module is missing than the named one, so the path itself is right.
         if isinstance(error, ModuleNotFoundError) and not f"{place}.".startswith(f"{error.name}."):
             remedy = f"{place} imports it: install its package here, or mend the import."

@@ -92,7 +92,7 @@ def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
         if not isinstance(cls, type) or missing:
             raise ConfigError(
                 f"environment.env_class={name!r} is no environment: it lacks {', '.join(missing) or 'a class'}. "
-                "Derive it from skyrl_train.environments.base.Environment or from skyrl_gym's BaseTextEnv."
+                "Derive it from skyrl_train.Environment or from skyrl_gym's BaseTextEnv."
             )
         return gym_class(name, cls, kwargs)
     if name in installed_ids():
@@ -106,7 +106,7 @@ def resolve_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     )
     raise ConfigError(
         f"environment.env_class={name!r} is unknown.{did_you_mean(name, known)} Give a registered name, an import path "
-        f"(package.module:Class), skyrl_gym:<id>, reasoning_gym:<task> or verifiers:<name>.{gym}"
+        f"(package.module:Class, or file.py:Class), skyrl_gym:<id>, reasoning_gym:<task> or verifiers:<name>.{gym}"
     )
 
 

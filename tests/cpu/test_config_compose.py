@@ -154,7 +154,10 @@ def test_an_unknown_key_in_a_recipe_is_named_too(recipes: Path) -> None:
         ("data.train_data=null", "data.train_data (in the overrides) must be a list, each entry text, got null"),
         ("trainer.resume=newest", "must be one of latest, never, got newest"),
         ("generator.verify_weights=3.5", "must be true or false, got 3.5"),
-        ("trainer.trackers=tensorboard", "must be a list, each entry text, got tensorboard"),
+        (
+            "trainer.trackers=tensorboard",
+            "each entry text, got tensorboard. Write trainer.trackers=[tensorboard].",
+        ),
         ("trainer.policy.optimizer_config.adam_betas=[0.9,x]", "a list, each entry a number, got [0.9,x]"),
         ("trainer=3", "trainer (in the overrides) must be a section of settings, got 3"),
     ],
@@ -188,6 +191,9 @@ def test_an_unknown_recipe_is_named_with_the_nearest_and_the_list(recipes: Path)
     assert "Did you mean quickstart?" in message
     assert "sort_digits" in message
     assert "There is no recipe file" in refusal(str(recipes / "absent.yaml"))
+    (recipes / "calculator.yaml").touch()
+    assert f"Did you mean {recipes / 'calculator.yaml'}?" in refusal(str(recipes / "calculator.yml"))
+    assert "Did you mean" not in refusal(str(recipes / "absent.yaml")), "a suffix is no likeness"
     assert "There is no recipe folder" in refusal("mine", recipes=recipes / "absent")
 
 

@@ -164,11 +164,24 @@ def test_an_environment_that_makes_no_prompts_needs_files() -> None:
     [
         ("empty.jsonl", b"", "has no rows"),
         ("blank.jsonl", b"\n  \n", "has no rows"),
-        ("broken.jsonl", b'{"prompt": "a"}\n\n{"prompt": \n', r"broken\.jsonl:3 is not JSON"),
+        (
+            "broken.jsonl",
+            b'{"prompt": "a"}\n\n{"prompt": \n',
+            r"broken\.jsonl:3 is not JSON: Expecting value, character 12\. ",
+        ),
         ("latin.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe4"}\n', r"latin\.jsonl:2 is not JSON"),
         ("list.jsonl", b"[1]\n", r"list\.jsonl:1 is a list"),
-        ("key.jsonl", b'{"question": "a"}\n', r"key\.jsonl:1 lacks the key 'prompt'; it has \['question'\]"),
+        (
+            "key.jsonl",
+            b'{"question": "a"}\n',
+            r"key\.jsonl:1 lacks the key 'prompt'; it has \['question'\]\. Set data\.prompt_key=question",
+        ),
         ("null.jsonl", b'{"prompt": null}\n', r"null\.jsonl:1 lacks the key"),
+        (
+            "some.jsonl",
+            b'{"prompt": "a"}\n{"question": "b"}\n',
+            r"jsonl:2 lacks the key 'prompt'.* The rows before it have",
+        ),
         ("kind.jsonl", b'{"prompt": 7}\n', "must be a string or a list of messages"),
         ("none.jsonl", b'{"prompt": []}\n', "must be a string or a list of messages"),
         ("message.jsonl", b'{"prompt": [{"role": "user"}]}\n', "needs 'role' and 'content'"),

@@ -23,6 +23,17 @@ def test_a_file_is_run_once_however_many_settings_name_it(tmp_path: Path, monkey
     assert two.base is one
 
 
+def test_a_wrong_name_is_told_with_the_one_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("misspelt.py").write_text("class Calculator: ...\n")
+    with pytest.raises(ConfigError, match=r"Did you mean misspelt\.py:Calculator\?"):
+        import_name("misspelt.py:Calculater", "environment.env_class")
+    with pytest.raises(ConfigError, match=r"Name a class as package\.module:Class or file\.py:Class\."):
+        import_name("misspelt.py:Other", "environment.env_class")
+    with pytest.raises(ConfigError, match=r"='misspelt\.py' is a file\. Name a function as .* file\.py:function\."):
+        import_name("misspelt.py", "rollout.stages.reward.function", "function")
+
+
 def test_a_file_that_failed_is_run_again(tmp_path: Path) -> None:
     file = tmp_path / "mended.py"
     file.write_text("import no_such_package_anywhere\n")

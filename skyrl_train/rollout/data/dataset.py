@@ -191,8 +191,12 @@ def _json_rows(path: Path, start: Place = START) -> Iterator[Row]:
                 try:
                     value = json.loads(line)
                 except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    # The error's own line counts within the row.
+                    reason = (
+                        error.reason if isinstance(error, UnicodeDecodeError) else f"{error.msg}, character {error.pos}"
+                    )
                     raise DataError(
-                        f"{path}:{number} is not JSON: {error}. Write one object per line, in UTF-8."
+                        f"{path}:{number} is not JSON: {reason}. Write one object per line, in UTF-8."
                     ) from error
                 yield Row(f"{path}:{number}", value, (offset, number))
     except OSError as error:
@@ -305,9 +309,12 @@ class RecordMaker:
             raise DataError(f"{where} is a {type(value).__name__}, not an object with the key {key!r}.")
         if value.get(key) is None:
             usual = next((name for name in PROMPT_COLUMNS if name in value), "COLUMN")
-            raise DataError(
-                f"{where} lacks the key {key!r}; it has {sorted(value)}. Set data.prompt_key={usual}, the key of the prompt."
+            remedy = (
+                f"The rows before it have {key!r}: give it to this row too, or remove the row."
+                if index
+                else f"Set data.prompt_key={usual}, the key of the prompt."
             )
+            raise DataError(f"{where} lacks the key {key!r}; it has {sorted(value)}. {remedy}")
         prompt = _to_conversation(value[key], where, key)
         env_class = value.get("env_class")
         if env_class is not None and not isinstance(env_class, str):
