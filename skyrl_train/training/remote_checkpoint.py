@@ -5,6 +5,7 @@
 
 An object store has no rename, so the manifest makes a folder a checkpoint: it is uploaded last and removed first. No folder is
 written twice. The state behind the URL decides; the copy on the local disk only saves the download if it is the same checkpoint.
+Only while there is none behind the URL does the local disk decide: the run got its ``trainer.ckpt_path`` after it had begun.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class RemoteCheckpointStore:
     def latest(self, report: Report = logger.warning) -> Path | None:
         """See :meth:`Checkpoints.latest`; the folder is on the local disk.
 
-        It is the checkpoint that the pointer names. If that one is damaged, it is the newest intact one before it.
+        It is the checkpoint that the pointer names. If that one is damaged, it is the newest intact one before it. While there
+        is none behind the URL, it is the newest intact one on the local disk.
         """
         with self._reached("read"):
             candidates = self._candidates()
@@ -120,11 +122,15 @@ class RemoteCheckpointStore:
             self._resumed = newest_intact(
                 candidates, self._fetch, lambda remote: remote.name, self._url, report, START_AFRESH
             )
-            if self._resumed is None:
-                return None
-            # It becomes the newest one when write() removes the damaged ones after it.
-            self._known.add(self._manifest_bytes(self._resumed))
-            return self._local.folder(self._resumed.step)
+            if self._resumed is not None:
+                # It becomes the newest one when write() removes the damaged ones after it.
+                self._known.add(self._manifest_bytes(self._resumed))
+                return self._local.folder(self._resumed.step)
+        # To begin again at step 0 would remove the steps that the run has trained.
+        local = self._local.latest(report)
+        if local is not None:
+            report(f"{self._url} has no checkpoint yet. The run resumes from {local}.")
+        return local
 
     def write(self, step: int, writer: Writer, evaluated: Evaluated = NOT_EVALUATED) -> Path:
         """Make the checkpoint of ``step``; return its copy on the local disk, which the next one replaces unless it is the best.

@@ -83,6 +83,29 @@ def test_a_checkpoint_that_is_here_already_is_not_downloaded(tmp_path: Path, mon
     assert content(here.latest()) == "three"
 
 
+def test_a_run_that_gets_a_url_later_goes_on_from_its_local_checkpoint(tmp_path: Path) -> None:
+    CheckpointStore(tmp_path, 2, QuickFileSystem()).write(6, writing("six"))
+    moved, lines = store(tmp_path), []
+    moved.check()
+    assert content(moved.latest(lines.append)) == "six"
+    assert lines == [f"{URL} has no checkpoint yet. The run resumes from {tmp_path / 'global_step_6'}."]
+    moved.write(8, writing("eight"))
+    assert content(store(tmp_path / "b").latest(pytest.fail)) == "eight"
+
+
+def test_a_run_whose_first_upload_failed_goes_on_from_its_local_checkpoint(tmp_path: Path) -> None:
+    first = store(tmp_path)
+    assert first.latest() is None
+    with pytest.MonkeyPatch.context() as patch:
+        Interruption(2, midway=True, error=TimeoutError).install(patch)
+        with pytest.raises(CheckpointError, match="does not take the checkpoint of step 1"):
+            first.write(1, writing("one"))
+    again = store(tmp_path)
+    assert content(again.latest(lambda line: None)) == "one"
+    again.write(1, writing("one again"))
+    assert content(store(tmp_path / "b").latest(pytest.fail)) == "one again"
+
+
 class Interruption:
     """Ends the process at the n-th operation that changes the bucket: before it, or in the middle of it."""
 
