@@ -14,6 +14,7 @@ import typer
 from skyrl_train.config.compose import compose, recipe_names
 from skyrl_train.entrypoints.command_line import app, main
 from skyrl_train.entrypoints.sweep import split
+from skyrl_train.rollout.staleness.policies import StalenessView, resolve_staleness_policy
 
 DOCS = Path(__file__).parents[2] / "docs" / "tutorials"
 VERBS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -43,6 +44,11 @@ def test_the_page_about_your_own_task_trains_as_written(tmp_path: Path, monkeypa
     )
     function = ["environment.env_class=single_turn", "rollout.stages.reward.function=trl_reward.py:trl_reward"]
     assert main(["try", "sums.yaml", *function, *SHORT]) == 0
+    Path("calculator.py").write_text(
+        next(block for block in blocks("your_own_task.md", "python") if "class Calculator" in block)
+    )
+    (command,) = (block for block in blocks("your_own_task.md", "bash") if "calculator.py" in block)
+    assert main(["try", *shlex.split(command.replace("\\\n", ""))[4:], *SHORT]) == 0
     script = next(block for block in blocks("your_own_task.md", "python") if "dataset=rows" in block)
     shortened = script.replace("settings = {", 'settings = {"trainer.max_steps": 2, ')
     exec(compile(shortened, "rows.py", "exec"), names := {"__name__": "rows"})
@@ -56,6 +62,20 @@ def test_the_page_about_generators_of_your_own_trains_as_written(
     Path("my_generator.py").write_text(blocks("custom_generator.md", "python")[0])
     assert main(["train", "quickstart", "generator.name=my_generator.py:MyGenerator", *SHORT]) == 0
     assert len(Path("runs/quickstart-1/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_staleness_policy_of_the_page_about_asynchronous_training_drops_what_is_twice_as_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (script,) = (block for block in blocks("fully_async.md", "python") if "MaskThenDrop" in block)
+    Path("mask_then_drop.py").write_text(script)
+    setting = "trainer.fully_async.staleness_policy=mask_then_drop.py:MaskThenDrop"
+    assert main(["train", "quickstart", setting, *SHORT]) == 0
+    policy = resolve_staleness_policy("mask_then_drop.py:MaskThenDrop")
+    view = StalenessView(step=10, batch_groups=1, slots=1, max_staleness_steps=2, running={}, finished={})
+    assert [policy.evict(view, version) for version in (4, 5)] == [True, False]
+    assert policy.oldest_trained_version(10, 2) == 7
 
 
 def test_the_page_about_updates_in_flight_shows_what_it_says(
