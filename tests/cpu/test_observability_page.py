@@ -506,7 +506,9 @@ def test_the_best_of_compared_runs_is_told_from_noise_where_the_intervals_are_ap
     assert "interval is above the interval of a, c" in best_run(
         ["a", "b", "c"], runs((0.1, 0.0, 0.2), (0.5, 0.4, 0.6), (0.2, 0.1, 0.3)), "elapsed"
     )
-    assert "fewer than 3 steps" in best_run(["a", "b"], runs((0.1, nan, nan), (0.5, 0.4, 0.6)), "step")
+    assert "may be noise: an interval needs 3 steps" in best_run(
+        ["a", "b"], runs((0.1, nan, nan), (0.5, 0.4, 0.6)), "step"
+    )
     assert "fewer than two" in best_run(["a", "b"], {"runs": [{}, {"reward": 0.5, "low": 0.4, "high": 0.6}]}, "step")
 
 

@@ -52,7 +52,8 @@ def best_run(names: Sequence[str], at: Mapping[str, Any], axis: str) -> str:
     said = f"At equal {EQUAL[axis]}, {best} has the highest reward. "
     if any(math.isnan(run["low"]) for run in runs.values()):
         return (
-            f"{said}There is no interval for each run: the last tenth of the budget has fewer than {MIN_STEPS} steps."
+            f"{said}This difference may be noise: an interval needs {MIN_STEPS} steps in the last tenth of the budget, which not "
+            "every run has."
         )
     alike = [name for name in others if runs[name]["high"] >= runs[best]["low"]]
     if alike:
