@@ -47,13 +47,16 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     last = name.rpartition(".")[2]
     if last in last_parts:
         return last_parts[last]
+    words = set(last.split("_"))
+    longer = min((part for part in last_parts if words < set(part.split("_"))), key=len, default=None)
+    # A whole word is better evidence than similar letters, but not than a common section: async is meant to be fully_async.
+    if longer is not None and last == name:
+        return last_parts[longer]
     whole = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)
     if whole:
         return whole[0]
-    words = set(last.split("_"))
-    longer = [part for part in last_parts if words < set(part.split("_"))]
-    if longer:
-        return last_parts[min(longer, key=len)]
+    if longer is not None:
+        return last_parts[longer]
     close = difflib.get_close_matches(last, last_parts, n=1, cutoff=0.75)
     return last_parts[close[0]] if close else None
 

@@ -336,6 +336,11 @@ def test_a_run_resumes_unless_a_setting_changes_that_makes_another_run(keys: lis
     }
 
 
+def test_a_word_of_a_name_is_better_evidence_than_similar_letters() -> None:
+    assert nearest("async", ["sync", "one_step_off", "fully_async"]) == "fully_async"
+    assert nearest("snyc", ["sync", "one_step_off", "fully_async"]) == "sync"
+
+
 @given(st.sampled_from(sorted(known_keys())), st.data())
 def test_one_missing_letter_still_finds_the_setting(key: str, data: st.DataObject) -> None:
     section, _, name = key.rpartition(".")
