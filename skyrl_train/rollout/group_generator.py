@@ -278,9 +278,8 @@ class GroupGenerator:
         # The same attempt runs again after it lost its actor once. A second loss may be caused by the attempt itself.
         same = isinstance(cause, RolloutActorError) and not attempt.lost_actor
         if attempt.number >= 1 + self._failures.max_rollout_retries and not same:
-            raise RolloutError(
-                f"the rollout of prompt {attempt.record.uid!r} failed {attempt.number} times; the last time: {reason}"
-            ) from cause
+            failed = "failed" if attempt.number == 1 else f"failed {attempt.number} times; the last time"
+            raise RolloutError(f"the rollout of prompt {attempt.record.uid!r} {failed}: {reason}") from cause
         logger.warning("group %d: attempt %d failed (%s), retrying", attempt.group_index, attempt.number, reason)
         self._events.record(
             "retried", group=attempt.group_index, attempt=attempt.number, reason=reason, place=place_of(cause)
