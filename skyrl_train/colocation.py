@@ -106,7 +106,8 @@ class Colocation:
             The times of the weight sync (see :meth:`WeightSyncer.sync`), ``time/wake_up`` and ``time/offload_states``.
 
         Raises:
-            ConfigError, NoEngineError, WeightSyncError: as :meth:`begin_training`, or no engine took the weights.
+            ConfigError, NoEngineError, WeightSyncError: as :meth:`begin_training`, or no engine took the weights, or none that
+                lives resumed.
         """
         if self._offloads:  # at the start of a run the engines may be awake
             await self.begin_training()
@@ -131,7 +132,12 @@ class Colocation:
         began = self._clock()
         with self._client.events.span("wake_up", version):
             await self._client.wake_up(["kv_cache"])
-        await self._client.resume_generation()
+        try:
+            await self._client.resume_generation()
+        except WeightSyncError as error:
+            if not isinstance(error.__cause__, EngineDeadError):
+                raise
+            # All have died, as they may a moment later: requests wait for those that come back, with this version.
         self.turn = DeviceTurn.generation
         return {**times, "time/wake_up": woken_s + self._clock() - began}
 

@@ -373,6 +373,22 @@ async def test_an_engine_that_dies_as_it_loads_gets_the_version_again(tmp_path: 
     assert sorted(h.trained) == list(range(32)) and h.client.engine_restarts == 1
 
 
+@pytest.mark.parametrize("event", ["wake kv_cache", "resume"])
+async def test_the_only_engine_may_die_as_generation_begins(tmp_path: Path, event: str) -> None:
+    h = Colocated(tmp_path, "sync")
+    h.supervised()
+
+    def dies(output: Any) -> None:
+        if h.trainer.global_step == 1:
+            h.colocated.dies_at.add(event)
+
+    h.generator.after = dies
+    await h.train()
+    assert sorted(h.trained) == list(range(32)) and h.client.engine_restarts == 1
+    events = h.device.log[h.device.log.index("start") :]
+    assert events[: events.index("generate")] == ["start", "gather 2", "receive 2", "pause abort", "load 2", "resume"]
+
+
 @pytest.mark.parametrize("mode", ["sync", pytest.param("partial_rollout", marks=pytest.mark.slow)])
 async def test_an_engine_that_starts_again_gets_weights_that_are_staged_anew(tmp_path: Path, mode: str) -> None:
     h = Colocated(tmp_path, mode)
