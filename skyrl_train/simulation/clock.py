@@ -56,11 +56,16 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
         self._spent_s: float | None = None  # by the call that runs now
+        self._began_s = 0.0  # when that call began
         self._free_at: dict[Executor, float] = {}
 
     def time(self) -> float:
         """Return virtual seconds since the loop was created."""
         return self._jumping.now
+
+    def clock(self) -> float:
+        """Return the same, and within an executor call the time that it has come to: the loop learns it at the call's end."""
+        return self.time() if self._spent_s is None else self._began_s + self._spent_s
 
     def spend(self, seconds: float) -> None:
         """Add to the duration of the running executor call; called by the work itself.
@@ -77,13 +82,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         starts_at = self.time() if executor is None else max(self.time(), self._free_at.get(executor, 0.0))
         future: asyncio.Future[T] = self.create_future()
         settle: Callable[[], None]
-        outer, self._spent_s = self._spent_s, 0.0  # the call may start another one
+        outer = self._spent_s, self._began_s  # the call may start another one
+        self._spent_s, self._began_s = 0.0, starts_at
         try:
             settle = partial(future.set_result, func(*args))
         except Exception as error:
             settle = partial(future.set_exception, error)
         finally:
-            ends_at, self._spent_s = starts_at + self._spent_s, outer
+            ends_at = starts_at + self._spent_s
+            self._spent_s, self._began_s = outer
         if executor is not None:
             self._free_at[executor] = ends_at
 

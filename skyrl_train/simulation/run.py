@@ -394,7 +394,7 @@ async def train_in_virtual_time(
         dataset=dataset,
         checkpoints=CheckpointStore(folder.checkpoints, max_to_keep=1),
         reporter=log,
-        clock=loop.time,
+        clock=loop.clock,
         events=events,
     )
     try:

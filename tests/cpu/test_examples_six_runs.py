@@ -50,8 +50,9 @@ def test_a_run_that_waits_has_its_advice(name: str, slots: int, training_s: floa
     lengths = log_normal(16 * 2 * 12, 8, 4, 0)
     engine = EngineSpeed(slots, step_s=1.0)
     outcome = simulate(Workload(lengths, 16, 12, engine, TrainingSpeed(training_s), samples=2))
-    # A length limit ends each modelled response.
-    rows = [{"step": record.step, **record.metrics, "generate/truncated": 0.0} for record in outcome.records]
+    # A length limit ends each modelled response. Virtual time never waits, so that the control loop always computes.
+    other = {"generate/truncated": 0.0, "system/control_busy": 0.1}
+    rows = [{"step": record.step, **record.metrics, **other} for record in outcome.records]
     found = advise(edge_rows(rows), [], {"trainer": {"mode": "fully_async"}})
     assert [advice.id for advice in found] == [FOUND[name]]
 
