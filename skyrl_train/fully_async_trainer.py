@@ -80,15 +80,11 @@ class FullyAsyncTrainer(PPOTrainer):
 
     def finish_update(self) -> dict[str, float]:
         """Make the optimizer step with everything accumulated and return its metrics. Runs in the training thread."""
-        started = self.components.clock()
-        metrics = self.components.backend.finish(self.global_step + 1)
-        trained_s = self.components.clock() - started
+        metrics, trained_s = self.timed(self.components.backend.finish, self.global_step + 1)
         self.samples.collect(self.components.backend)
         return {**metrics, "time/train": trained_s}
 
     def accumulate(self, part: Sequence[RolloutGroup]) -> float:
         """Add the gradients of ``part`` to the current step, and return the backend's seconds. Runs in the training thread."""
-        minibatch = self.minibatch(part)
-        started = self.components.clock()
-        self.components.backend.accumulate(minibatch)
-        return self.components.clock() - started
+        _, trained_s = self.timed(self.components.backend.accumulate, self.minibatch(part))
+        return trained_s

@@ -56,7 +56,7 @@ class StepReports:
         self._flops = flops
         self._observed: dict[str, list[float]] = {}
         self._step_ended_s = clock()
-        self._computed_s = self._measured_s = 0.0  # of the thread, and of any clock that never stands still
+        self._computed_s, self._measured_s = time.thread_time(), time.perf_counter()  # real time, also in a simulation
         self._tokens_reported = 0
         self.untrained_reported: dict[str, int] = {}
         self.totals = {"inference/generated_tokens_total": 0.0, "policy/tokens_total": 0.0, "elapsed_s": 0.0}

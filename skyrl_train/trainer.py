@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyrl_train.algorithms.kl import KlControl
 from skyrl_train.checkpoint_saving import POLICY_FOLDER, CheckpointSaving, RolloutSnapshot
@@ -63,6 +63,8 @@ if TYPE_CHECKING:  # imports torchdata, which only a streaming run needs
     from skyrl_train.rollout.data.streaming import StreamingPrompts
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,13 @@ class PPOTrainer:
             metrics = await self.training.update(self.update_policy, batch)
         finally:
             preparing.cancel()
-        prepared_s = clock() - started - metrics["time/train"]
-        times = {"time/wait_for_batch": started - waiting_since, "time/prepare_update": prepared_s}
+        updated_s = clock() - started
+        trained_s = metrics.get("time/train", updated_s)  # a subclass's update_policy need not measure it
+        times = {
+            "time/wait_for_batch": started - waiting_since,
+            "time/prepare_update": updated_s - trained_s,
+            "time/train": trained_s,
+        }
         return self.finish_step(batch, {**metrics, **turn, **times})
 
     async def prepare_next_minibatch(self) -> None:
@@ -350,12 +357,15 @@ class PPOTrainer:
 
     def update_policy(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
         """Run one optimizer step on ``batch`` and return its metrics. Runs in the training thread."""
-        minibatch = self.minibatch(batch)
-        started = self.components.clock()
-        metrics = self.components.backend.update(minibatch)
-        trained_s = self.components.clock() - started
+        metrics, trained_s = self.timed(self.components.backend.update, self.minibatch(batch))
         self.samples.collect(self.components.backend)
         return {**metrics, "time/train": trained_s}
+
+    def timed(self, call: Callable[..., T], *args: Any) -> tuple[T, float]:
+        """Make a call of the backend. Return its result and the seconds that it took. Runs in the training thread."""
+        started = self.components.clock()
+        result = call(*args)
+        return result, self.components.clock() - started
 
     def minibatch(self, groups: Sequence[RolloutGroup]) -> Minibatch:
         """Build the backend's input from groups of the current step. Runs in the training thread.
@@ -390,6 +400,7 @@ class PPOTrainer:
     async def sync_and_report(self, trained: TrainedStep) -> None:
         """Sync the weights, then report the step. A step whose weight sync fails is reported as well: it is trained."""
         try:
+            # The step has some of these times already: one_step_off waits for groups before the update and before the sync.
             for name, value in (await self.sync_weights()).items():
                 trained.metrics[name] = trained.metrics.get(name, 0.0) + value
         except Exception as error:

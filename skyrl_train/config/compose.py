@@ -85,7 +85,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | P
     if OmegaConf.get_type(composed) is not RunConfig:
         raise ConfigError(
             f"Recipe {config_name!r} does not build on the schema. Start it with the line `defaults: [{BASE}, _self_]`; "
-            "for the settings of a run, give its folder; for those of another library, name it: --from trl FILE."
+            "for the settings of a run, give its folder; for settings of another library, name it: --from trl FILE."
         )
     return _to_run_config(composed, where=config_name)
 
@@ -285,9 +285,10 @@ def _explain(error: Exception, where: str) -> ConfigError:
         return ConfigError(f"{key} has no value (in {where}); give it one: {key}=...")
     holds = known_keys().get(key.partition("[")[0], "another kind of value")
     given = _given_value(text, key, error)
-    value = given.removeprefix(", got ")
-    single = holds.startswith("a list") and re.fullmatch(r"[^\[{,][^,]*", value) and value not in (given, "null")
-    remedy = f" Write {key}=[{value}]." if single else ""
+    value, remedy = given.partition(", got ")[2], ""
+    # A single value stands where a list of them belongs.
+    if holds.startswith("a list") and value != "null" and re.fullmatch(r"[^\[{,][^,]*", value):
+        remedy = f" Write {key}=[{value}]."
     return ConfigError(f"{key} (in {where}) must be {holds}{given}.{remedy}")
 
 

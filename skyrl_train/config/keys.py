@@ -49,7 +49,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return last_parts[last]
     words = set(last.split("_"))
     longer = min((part for part in last_parts if words < set(part.split("_"))), key=len, default=None)
-    # A whole word is better evidence than similar letters, but not than a common section: async is meant to be fully_async.
+    # Of a name without a section, a whole word says more than similar letters: async is meant to be fully_async, not sync.
     if longer is not None and last == name:
         return last_parts[longer]
     whole = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)

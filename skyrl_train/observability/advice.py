@@ -419,7 +419,7 @@ def busy_control_process(run: LastSteps) -> tuple[str, str] | None:
     if not run.setting("rollout.num_actors", 0):
         action = "Move environments and agents to other processes: rollout.num_actors."
     else:
-        action = "Let engines do more for each request: fewer turns, or longer responses."
+        action = "Environments and agents have processes of their own already: use fewer, longer turns."
     return f"The control process is the bottleneck: its event loop computes {busy:.0%} of the time.", action
 
 

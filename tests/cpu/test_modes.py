@@ -94,6 +94,19 @@ async def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path, mode: str) -> No
     assert [row["time/step"] for row in h.rows] == [waited + row["time/train"] / 5.0 * 7.0 for row in h.rows]
 
 
+async def test_an_update_policy_that_measures_nothing_counts_as_training(tmp_path: Path) -> None:
+    now_s = [0.0]
+    h = Harness(tmp_path, "trainer.mode=sync", clock=lambda: now_s[0])
+
+    def trained(part: Minibatch) -> None:
+        now_s[0] += 5.0
+
+    h.backend.before_update = trained
+    h.trainer.update_policy = lambda batch: h.backend.update(h.trainer.minibatch(batch))  # type: ignore[method-assign]
+    await h.train()
+    assert {(row["time/train"], row["time/prepare_update"]) for row in h.rows} == {(5.0, 0.0)}
+
+
 async def test_one_step_off_changes_no_weights_under_a_batch_that_a_slow_weight_sync_delayed(tmp_path: Path) -> None:
     h = Harness(tmp_path, "trainer.mode=one_step_off")
     running_at_load: list[int] = []

@@ -158,6 +158,13 @@ def test_each_setting_and_metric_that_is_named_exists() -> None:
         spec_of(name)
 
 
+def test_a_busy_control_process_gives_away_what_it_still_has() -> None:
+    rows = healthy(30)
+    with_({"time/wait_for_batch": 5.0, "system/control_busy": 0.9})(rows)
+    (alone,), (helped,) = (advise(rows, [], {"rollout": {"num_actors": number}}) for number in (0, 2))
+    assert "rollout.num_actors" in alone.action and "fewer, longer turns" in helped.action
+
+
 def test_a_healthy_run_has_neither_alarms_nor_advice() -> None:
     for steps in (0, 1, 9, 10, 60):
         assert advise(edge_rows(healthy(steps)), [], SETTINGS) == []

@@ -83,7 +83,7 @@ def test_a_checkpoint_that_is_here_already_is_not_downloaded(tmp_path: Path, mon
     assert content(here.latest()) == "three"
 
 
-def test_a_run_that_gets_a_url_later_goes_on_from_its_local_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_gets_a_url_later_resumes_from_its_local_checkpoint(tmp_path: Path) -> None:
     CheckpointStore(tmp_path, 2, QuickFileSystem()).write(6, writing("six"))
     moved, lines = store(tmp_path), []
     moved.check()
@@ -93,7 +93,7 @@ def test_a_run_that_gets_a_url_later_goes_on_from_its_local_checkpoint(tmp_path:
     assert content(store(tmp_path / "b").latest(pytest.fail)) == "eight"
 
 
-def test_a_run_whose_first_upload_failed_goes_on_from_its_local_checkpoint(tmp_path: Path) -> None:
+def test_a_run_whose_first_upload_failed_resumes_from_its_local_checkpoint(tmp_path: Path) -> None:
     first = store(tmp_path)
     assert first.latest() is None
     with pytest.MonkeyPatch.context() as patch:

@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 _ANSWER = "q7Zk3vX9"
 # Tokens at the end of a prompt in which an opening reasoning mark, with white space, is looked for.
 _REASONING_MARK_TOKENS = 24
-# Rendered conversations are cached for the samples of a group, which share their prompt. Longer ones are not, so that the
-# cache holds at most 4 million characters.
+# Rendered conversations are cached for the samples of a group, which share their prompt; what follows an answer is cached too,
+# because environments and tools repeat their messages. Longer keys are not, so that a cache holds at most 4 million characters.
 _CACHED_CONVERSATIONS = 64
 _CACHED_CHARACTERS = 65_536
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -292,7 +292,7 @@ class ChatRenderer:
 
     @cached_property
     def _own_arguments(self) -> set[str]:
-        """Those of the chat template that only the renderer sets."""
+        """Arguments of the chat template that only the renderer sets."""
         return {*inspect.signature(self._tokenizer.apply_chat_template).parameters, "messages"} - {"kwargs"}
 
     def retokenise(self, token_ids: Sequence[int]) -> list[int]:
