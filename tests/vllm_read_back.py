@@ -50,7 +50,7 @@ async def served_checksum(engine: VLLMEngineBase[Any], update: WeightUpdate) -> 
 
 
 class ReadBackExtension(WorkerExtension):
-    """The product's extension, the way back, and a look at the worker's environment."""
+    """The product's extension, the way back, and a look at the worker."""
 
     def skyrl_load(self, version: int) -> float:
         loader = self.skyrl_loader()
@@ -67,6 +67,10 @@ class ReadBackExtension(WorkerExtension):
         if recorder is not None:
             self._skyrl_copies, self._skyrl_layout = recorder.copies, update.tensors
         return seconds
+
+    def skyrl_in_place(self) -> bool | None:
+        """Return whether updates are loaded in place."""
+        return self.skyrl_loader().in_place
 
     def skyrl_variable(self, name: str) -> str | None:
         """Return a variable of this process's environment."""

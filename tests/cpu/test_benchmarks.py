@@ -72,6 +72,7 @@ VLLM = [  # on a CPU, vLLM's attention has no heads below a size of 32
     ("lora_weight_sync --engine vllm --hidden-size 128 --layers 1 --updates 2", "of the bytes"),
     ("first_gpu_run --dry --only engine,loop --limit engine=500 --limit loop=500", "loop       PASS"),
     ("weight_broadcast --updates 1 --hidden-size 128 --layers 1", "times the plain copy"),
+    ("vllm_load --layers 1 --rounds 1", "in place / vLLM's reload: "),
     ("vllm_weight_sync --updates 2 --requests 2 --modes recompute", "recompute: 2 requests"),
 ]
 PEERS = ("against_peers --batch 4 --steps 8 --tails 2 --bounds 1", "| 2 | training-bound | 1 |")

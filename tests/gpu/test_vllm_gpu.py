@@ -157,6 +157,11 @@ async def test_the_worker_computes_on_its_gpu_and_sees_all_of_them(world: World)
     assert await link.on_workers("skyrl_variable", "CUDA_VISIBLE_DEVICES") == [visible]
 
 
+async def test_updates_are_loaded_in_place(world: World) -> None:
+    link, _ = world.engine._alive()
+    assert await link.on_workers("skyrl_in_place") == [True]
+
+
 async def test_a_gpu_that_is_not_there_is_refused(world: World) -> None:
     count = torch.cuda.device_count()
     with pytest.raises(ConfigError, match=f"for GPU {count}, and there (is|are) {count} here"):

@@ -1,8 +1,10 @@
-"""Weight updates inside a vLLM worker: checked against the model, then loaded layer by layer by vLLM's own reload.
+"""Weight updates inside a vLLM worker: checked against the model, then loaded in place, or by vLLM's own reload.
 
-vLLM stores weights in the form that it computes with: fused (q, k and v are one matrix), split over ranks, and on a CPU
-packed. Its reload converts the checkpoint's tensors again. A missing tensor would only be a warning there, so updates are
-compared with the architecture before anything is touched.
+vLLM stores weights in the form that it computes with: fused (q, k and v are one matrix), split over ranks, and for some
+kernels packed or quantized. Its reload converts the checkpoint's tensors again, layer by layer. Where vLLM computes with the
+parameters themselves, the model's own loader can write into them instead, in a fraction of the time; the first update shows
+whether the result is the same. A missing tensor would only be a warning, so updates are compared with the architecture before
+anything is touched.
 
 An adapter is converted to vLLM's form while it is received, beside the one that serves; the load swaps the two.
 """
@@ -27,15 +29,21 @@ from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER
 from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.weight_sync.broadcast_group import GLOO, NCCL
 from skyrl_train.weight_sync.broadcast_receiver import BroadcastReceiver
+from skyrl_train.weight_sync.checksum import LANES, checksum
 from skyrl_train.weight_sync.receiver import WeightReceiver
 from skyrl_train.weight_sync.staging import moved
 from skyrl_train.weight_sync.update import TensorSpec, WeightUpdate
 
+logger = logging.getLogger(__name__)
 _MEMORY = Path("/dev/shm")
 
 
 class WeightLoader:
-    """Receives and loads updates, one at a time, between two steps of a worker."""
+    """Receives and loads updates, one at a time, between two steps of a worker.
+
+    Attributes:
+        in_place: whether updates of the whole model are loaded in place; None before the first one.
+    """
 
     def __init__(self, model_runner: Any, vllm_config: Any, device: torch.device) -> None:
         self._model: torch.nn.Module = model_runner.get_model()
@@ -46,6 +54,7 @@ class WeightLoader:
         self._receiver = WeightReceiver(device)
         self._broadcast_receiver = BroadcastReceiver(device)
         self._received: tuple[WeightUpdate, Mapping[str, torch.Tensor]] | None = None
+        self.in_place: bool | None = None
         # It warns of each module without weights; that no weight is missing has been checked here.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -82,9 +91,6 @@ class WeightLoader:
         Raises:
             EngineError: ``version`` is not the received one; nothing was touched. Any other exception leaves a half-loaded model.
         """
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
         if self._received is None or self._received[0].version != version:
             raise EngineError(f"Version {version} was not received; call receive_weights() first.")
         started = time.perf_counter()
@@ -93,21 +99,89 @@ class WeightLoader:
         if update.adapter is not None:
             self._lora.load()
         else:
-            with (
-                torch.no_grad(),
-                torch.device(self._device),
-                set_current_vllm_config(self._vllm_config),
-                without_lora_layers(self._model),
-            ):
-                # Each layer is converted once its tensors are complete; a failure in between leaves layers without weights.
-                initialize_layerwise_reload(self._model)
-                self._model.load_weights(moved(weights, self._device))  # type: ignore[operator]
-                finalize_layerwise_reload(self._model, self._vllm_config.model_config)
-                _pack_again(self._model)
+            self.load_weights(weights, in_place=self.in_place is True)
+            if self.in_place is None:
+                self.in_place = self.loads_in_place(weights)
+                logger.info("weight updates are loaded %s", "in place" if self.in_place else "by vLLM's reload")
         if self._device.type == "cuda":
             # GPU copies are asynchronous; the trainer may overwrite the staging copy only after they have ended.
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], in_place: bool) -> None:
+        """Load a whole model: the model's loader writes into its parameters, or vLLM converts the weights again."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model, config = self._model, self._vllm_config.model_config
+        with (
+            torch.no_grad(),
+            torch.device(self._device),
+            set_current_vllm_config(self._vllm_config),
+            without_lora_layers(model),
+        ):
+            if in_place:
+                model.load_weights(moved(weights, self._device))  # type: ignore[operator]
+                for module in model.modules():
+                    if is_deferred_attention_layer(module):  # as vLLM does after each load
+                        module.process_weights_after_loading(config.dtype)  # type: ignore[operator]
+            else:
+                # Each layer is converted once its tensors are complete; a failure in between leaves layers without weights.
+                initialize_layerwise_reload(model)
+                model.load_weights(moved(weights, self._device))  # type: ignore[operator]
+                finalize_layerwise_reload(model, config)
+                _pack_again(model)
+
+    def loads_in_place(self, weights: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether loading ``weights`` in place gives what vLLM's reload of them has just given.
+
+        Before the trial, the sign of every value is changed, also of zeros: so a weight that is not loaded is seen. At the end
+        vLLM serves ``weights``, whatever the trial gave.
+        """
+        with torch.no_grad(), without_lora_layers(self._model):
+            if not computes_with_parameters(self._model, self._device):
+                return False
+            parameters = {name: parameter.data for name, parameter in self._model.named_parameters()}
+            expected = {name: _checksum(values) for name, values in parameters.items()}
+            for values in parameters.values():
+                values.neg_()
+            try:
+                self.load_weights(weights, in_place=True)
+            except Exception:  # a model's loader may rely on what the reload prepares
+                logger.warning("weights cannot be loaded in place", exc_info=True)
+            different = [name for name, values in parameters.items() if _checksum(values) != expected[name]]
+            if not different:
+                return True
+            logger.warning("loaded in place, %d weights differ, the first is %s", len(different), different[0])
+            for name in different:
+                parameters[name].neg_()  # right if nothing loads it; what the reload loads comes again
+            self.load_weights(weights, in_place=False)
+            return False
+
+
+# vLLM computes there with packed copies of the parameters.
+PACKING_DEVICES = ("cpu", "xpu")
+
+
+def computes_with_parameters(model: torch.nn.Module, device: torch.device) -> bool:
+    """Return whether vLLM computes with the parameters that the model's loader writes to, and with nothing made of them."""
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    # Others quantize a weight, or arrange it anew for a kernel (experts). Latent attention multiplies some in advance.
+    plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return device.type not in PACKING_DEVICES and not any(
+        type(getattr(module, "quant_method", None)) not in plain or isinstance(module, MLAAttention)
+        for module in model.modules()
+    )
+
+
+def _checksum(values: torch.Tensor) -> str:
+    memory = values.contiguous().view(-1).view(torch.uint8)
+    # A GPU folds a large one faster than it can be read, and not a small one.
+    return checksum(memory if memory.numel() > 4 * LANES else memory.cpu())
 
 
 @contextmanager
