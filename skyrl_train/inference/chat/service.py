@@ -304,8 +304,8 @@ class ChatService:
                     chunk, prompt = dataclasses.replace(chunk, prompt_token_ids=prompt), None
                 shown += len(chunk.text)
                 if chunk.generation is None:
-                    # With stop strings, text beyond ``shown`` may still turn out to be a part of one.
-                    yield ChatEvent(index, parser.feed(chunk.token_ids, shown if request.params.stop else None), chunk)
+                    # Text beyond ``shown`` may turn out to be a part of a stop string: of the request, or of the run.
+                    yield ChatEvent(index, parser.feed(chunk.token_ids, shown), chunk)
                     continue
                 visible = None if chunk.generation.stop_string is None else len(chunk.generation.text)
                 first = parser.feed(chunk.token_ids, visible)
