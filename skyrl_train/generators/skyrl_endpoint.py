@@ -23,7 +23,7 @@ from skyrl_train.endpoint.server.server import EndpointServer
 from skyrl_train.endpoint.server.settings import ServerSettings
 from skyrl_train.endpoint.sessions import SessionStore
 from skyrl_train.errors import RolloutError
-from skyrl_train.generators.harness.sampling import run_params
+from skyrl_train.generators.harness.sampling import RUN_FIELDS, run_params
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import RequestClient
 from skyrl_train.inference.interface import EngineCapabilities, SamplingParams
@@ -255,15 +255,17 @@ class AgentEndpoint:
     def _as_configured(self, request: GenerationRequest) -> tuple[GenerationRequest, SamplingParams | None]:
         """Return the request with the settings of a run, and these settings.
 
-        An evaluation beside training has settings of its own: what the request asks for tells them apart.
+        An evaluation beside training has settings of its own. The name of a sample tells them apart, or else what the request
+        asks for: a field that it may have left out tells less than another one.
         """
         requested = replace(request.params, seed=None)  # an agent's fixed seed would make all samples of a group equal
         exact = self.capabilities.grammar_continuation
-        runs = dict.fromkeys(call.sampling for call in self.calls)
+        named = [call for call in self.calls if request.session_id in call.sessions]
+        runs = dict.fromkeys(call.sampling for call in named or self.calls)
         fits = [(run, *run_params(requested, run, agents_choose=False, exact_grammars=exact)) for run in runs]
         if not fits:
             return replace(request, params=requested), None
-        run, params, _ = next((fit for fit in fits if not fit[2]), fits[0])
+        run, params, _ = min(fits, key=lambda fit: (fit[2], _differing_fields(requested, fit[0])))
         return replace(request, params=params), run
 
     def _keep(self, request: GenerationRequest, run: SamplingParams | None, generation: Generation) -> None:
@@ -281,6 +283,10 @@ class AgentEndpoint:
 def _report_failure(starting: Future[str]) -> None:
     if not starting.cancelled() and (error := starting.exception()) is not None:
         logger.error("the endpoint for agents cannot serve; their requests will fail: %s", error, exc_info=error)
+
+
+def _differing_fields(requested: SamplingParams, run: SamplingParams) -> int:
+    return sum(getattr(requested, name) != getattr(run, name) for name in RUN_FIELDS)
 
 
 def _digest(prompt: bytes) -> bytes:

@@ -157,14 +157,17 @@ async def test_a_row_that_was_not_served_fails_its_sample_and_says_why(case: str
         await play(case, 1)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 0.0])
-async def test_a_request_belongs_to_the_running_calls_whose_settings_it_asks_for(temperature: float) -> None:
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(("temperature", "of_training"), [(0.7, 0.7), (0.0, 0.7), (1.0, 1.0)])
+async def test_a_request_belongs_to_the_running_calls_whose_settings_it_asks_for(
+    temperature: float, of_training: float, order: int
+) -> None:
     client = InferenceEngineClient([ScriptedEngine(free_running=True)], TOKENIZER)
     await client.start()
     await client.load_weights(scripted_update(0), PauseMode.KEEP)
     endpoint = AgentEndpoint(client, ServerSettings(open=True))
-    training, evaluation = (ServedResponses(SamplingParams(temperature=each), []) for each in (0.7, 0.0))
-    endpoint.calls += [training, evaluation]
+    training, evaluation = (ServedResponses(SamplingParams(temperature=each), []) for each in (of_training, 0.0))
+    endpoint.calls += [training, evaluation][::order]
     generation = await endpoint.complete(GenerationRequest([5], SamplingParams(max_tokens=4, temperature=temperature)))
     row = [5], generation.token_ids, [1] * len(generation.token_ids), 1.0
     right, wrong = (evaluation, training) if temperature == 0 else (training, evaluation)
@@ -178,6 +181,19 @@ async def test_a_request_belongs_to_the_running_calls_whose_settings_it_asks_for
     right.row("p_0", *row)
     with pytest.raises(RolloutError, match="with and without a grammar"):
         right.check_shared()
+    await client.teardown()
+
+
+async def test_a_request_with_a_samples_name_gets_the_settings_of_its_call() -> None:
+    engine = ScriptedEngine(free_running=True)
+    client = InferenceEngineClient([engine], TOKENIZER)
+    await client.start()
+    await client.load_weights(scripted_update(0), PauseMode.KEEP)
+    endpoint = AgentEndpoint(client, ServerSettings(open=True))
+    endpoint.calls += [ServedResponses(SamplingParams(temperature=each), [f"at {each}"]) for each in (0.7, 0.0)]
+    for temperature in (0.7, 0.0):
+        await endpoint.complete(GenerationRequest([5], SamplingParams(max_tokens=4), session_id=f"at {temperature}"))
+        assert SamplingParams.parse(engine.requests[-1]["sampling_params"]).temperature == temperature
     await client.teardown()
 
 

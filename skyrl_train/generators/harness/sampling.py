@@ -21,7 +21,7 @@ from skyrl_train.inference.interface import EngineCapabilities, SamplingParams
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
 from skyrl_train.runtime.seeds import derive_seed
 
-_RUN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "adjustment")  # the run decides these
+RUN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "adjustment")  # the run decides these
 _DEFAULTS = SamplingParams()  # the values of fields that a request leaves out
 
 _RequestKey = tuple[int, int]  # digest of the prompt, number of the choice; equal for repetitions of a request
@@ -157,7 +157,7 @@ def run_params(
     """
     # Only the fields that shape the distribution; budgets and stop conditions leave the log-probs as they are.
     chosen = {
-        name: getattr(requested, name) for name in _RUN_FIELDS if getattr(requested, name) != getattr(_DEFAULTS, name)
+        name: getattr(requested, name) for name in RUN_FIELDS if getattr(requested, name) != getattr(_DEFAULTS, name)
     }
     # A value equal to the API's default cannot be told from an absent field, so it means the run's value.
     kept = chosen if agents_choose else {}
@@ -169,7 +169,7 @@ def run_params(
         stop=requested.stop or run.stop,
         stop_token_ids=tuple(dict.fromkeys((*requested.stop_token_ids, *run.stop_token_ids))),
         ignore_eos=requested.ignore_eos or run.ignore_eos,
-        **{name: kept.get(name, getattr(run, name)) for name in _RUN_FIELDS},
+        **{name: kept.get(name, getattr(run, name)) for name in RUN_FIELDS},
     )
     differs = any(value != getattr(params, name) for name, value in chosen.items())
     differs |= not agents_choose and requested.seed is not None
