@@ -287,25 +287,26 @@ def _take(tokens: Sequence[int], mask: Sequence[int], session: str, responses: l
     row = RowTokens([0] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens), [])
     position = 0
     while position < len(tokens):
-        length = 0
+        length, found = 0, 0
         for index, response in enumerate(responses):
             if not mask[position] or response.session_id not in (session, None):
                 continue
-            length = _common(tokens, mask, position, response.token_ids)
-            if length >= max(len(response.token_ids) - 1, 1) or position + length == len(tokens):
-                row.loss_mask[position : position + length] = [1] * length
-                row.logprobs[position : position + length] = response.logprobs[:length]
-                row.versions[position : position + length] = response.versions[:length]
-                del responses[index]
-                break
-            length = 0
+            common = _common(tokens, mask, position, response.token_ids)
+            whole = common >= max(len(response.token_ids) - 1, 1) or position + common == len(tokens)
+            if whole and common > length:  # of another sample, a shorter response may begin like this one
+                length, found = common, index
+        if length:
+            response = responses.pop(found)
+            row.loss_mask[position : position + length] = [1] * length
+            row.logprobs[position : position + length] = response.logprobs[:length]
+            row.versions[position : position + length] = response.versions[:length]
         position += max(length, 1)
     return row
 
 
 def _common(tokens: Sequence[int], mask: Sequence[int], start: int, response: Sequence[int]) -> int:
-    length = 0
-    for token, is_trained, sampled in zip(tokens[start:], mask[start:], response, strict=False):
+    length, end = 0, start + len(response)
+    for token, is_trained, sampled in zip(tokens[start:end], mask[start:end], response, strict=False):
         if token != sampled or not is_trained:
             break
         length += 1

@@ -10,7 +10,7 @@ import pytest
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
 from skyrl_train.errors import GeneratorOutputError, RolloutError
 from skyrl_train.generators.construction import GeneratorSpec
-from skyrl_train.generators.skyrl import SkyRLClient
+from skyrl_train.generators.skyrl import SkyRLClient, _Response, _take
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.types import BatchMetadata, GeneratorInput, TrajectoryID
 
@@ -128,6 +128,16 @@ async def test_a_dropped_last_token_and_a_token_that_was_added() -> None:
     assert added["loss_masks"][0] == [1, 1, 1, 0, 1, 1, 1, 0, 0], (
         "no policy sampled the added token, so it does not train"
     )
+
+
+def test_a_row_takes_the_longest_of_the_responses_that_it_begins_with() -> None:
+    """Without names, the response of another sample may have ended first."""
+    responses = [
+        _Response(None, tokens, [-0.5] * len(tokens), [version] * len(tokens))
+        for version, tokens in enumerate([[7, EOS], [7, 8, 9, EOS]])
+    ]
+    assert _take([7, 8, 9, EOS], [1] * 4, "s", responses).versions == [1] * 4
+    assert _take([7, EOS], [1] * 2, "s", responses).versions == [0] * 2
 
 
 async def test_text_that_was_encoded_again_is_an_error() -> None:
