@@ -561,6 +561,24 @@ async def test_a_failed_run_may_be_data_with_a_reward_of_its_own(caplog: pytest.
             await it.play(never_asks)
 
 
+async def test_the_reward_of_a_failed_run_takes_the_place_of_all_others() -> None:
+    async def run(
+        prompt: Messages, base_url: str, api_key: str, session_id: str, extras: dict[str, int], **_: Any
+    ) -> dict[str, Any]:
+        model = Model(base_url, api_key)
+        await model.answer(prompt)
+        if extras["number"] == 0:
+            return {"reward": 1.0, "turn_rewards": [0.5, 0.5]}  # for one turn
+        if extras["number"] == 1:
+            await model.post(f"/sessions/{session_id}/reward", reward=0.25, turn=0)
+        else:
+            await model.post(f"/sessions/{session_id}/finish")
+        raise OSError("sandbox gone")
+
+    async with harness(failure_reward=-1.0) as it:
+        assert [sample.reward for sample in await it.samples(run, samples=3)] == [-1.0] * 3
+
+
 async def test_engines_that_fail_are_not_the_agents_fault() -> None:
     async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
         it.engine.die()

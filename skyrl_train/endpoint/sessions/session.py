@@ -386,6 +386,10 @@ class Session:
             raise SessionError(f"Session {self.id!r} has no turn {turn}; it has {len(self._turns.turns)} turns.")
         self.rewarded = True
 
+    def fail(self, reward: float) -> None:
+        """Set the return of the session of a failed run, in place of all rewards so far. The session may have finished."""
+        self._reward, self._turn_rewards, self.rewarded = float(reward), {}, True
+
     def finish(self, reward: float | None = None) -> None:
         """Finish the session and cancel its running requests. Finishing again has no effect.
 

@@ -266,8 +266,8 @@ class HarnessGenerator(GeneratorInterface):
                         shown = "" if cause is None else "".join(traceback.format_exception(cause))
                         raise failure from (cause if shown == task.redact(shown) else None)
                     logger.warning("%s", failure)
-                    if not session.finished:  # an agent may finish its session itself
-                        session.set_reward(self._failure_reward)
+                    if not (session.finished and session.rewarded):  # an agent may finish its session itself
+                        session.fail(self._failure_reward)
                     failed = True
                 # Without engines, a reward would only rate how the agent handled failed requests.
                 if isinstance(usage.engine_error, NoEngineError):
