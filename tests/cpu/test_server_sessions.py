@@ -88,6 +88,16 @@ async def test_the_header_names_a_session_for_the_administrator_alone() -> None:
         assert (await world.http.get("/v1/sessions/other")).json()["turns"] == 1, "its own key decides"
 
 
+@pytest.mark.parametrize("open_to_all", [False, True])
+async def test_a_sessions_key_counts_beside_a_token_that_means_nothing_here(open_to_all: bool) -> None:
+    """Clients of Anthropic's API may send ANTHROPIC_AUTH_TOKEN of their environment beside the key that they were given."""
+    async with endpoint(open=open_to_all) as world:
+        name, key = await opened(world)
+        for headers in ({**bearer("of another service"), "x-api-key": key}, {**bearer(key), "x-api-key": "another"}):
+            assert (await world.http.post(CHAT, json={**ASK, "max_tokens": 2}, headers=headers)).status_code == 200
+        assert (await world.http.get(f"/v1/sessions/{name}")).json()["turns"] == 2
+
+
 async def test_only_a_generation_opens_the_session_that_the_header_names() -> None:
     async with endpoint() as world:
         named = {"x-session-id": "mine"}

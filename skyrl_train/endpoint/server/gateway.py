@@ -87,18 +87,20 @@ class Gateway:
         # A session's key decides alone; x-session-id is for the administrator only.
         headers = request.headers
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        key = bearer.strip() if scheme.lower() == "bearer" and bearer.strip() else headers.get("x-api-key")
-        if key is not None and (session := self.store.by_key(key)) is not None:
-            return Principal(False, session)
-        is_admin = (
-            key is not None and self._admin_digest is not None and hmac.compare_digest(_digest(key), self._admin_digest)
-        )
+        sent = (bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+        # A client may send both: the key that it was given, and a token of its environment that means nothing here.
+        keys = [key for key in sent if key]
+        for key in keys:
+            if (session := self.store.by_key(key)) is not None:
+                return Principal(False, session)
+        admin = self._admin_digest
+        is_admin = admin is not None and any(hmac.compare_digest(_digest(key), admin) for key in keys)
         # Without keys, the Host header must name this machine too: a web page can send requests to loopback under its own
         # domain name (DNS rebinding).
         host = headers.get("host", "")
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if not is_admin and not (self.settings.open and (not host or is_loopback(name))):
-            if key is None:
+            if not keys:
                 raise DialectError(
                     "No API key was sent. Send the session's key as 'Authorization: Bearer KEY'.",
                     code="missing_api_key",
