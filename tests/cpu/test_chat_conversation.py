@@ -101,6 +101,14 @@ def test_an_argument_that_a_family_does_not_have_is_rejected() -> None:
         chat_renderer(QWEN).render([ASK], (), {"thinking_budget": 5})
 
 
+def test_an_argument_that_follows_from_a_field_of_an_api_is_ignored_by_a_family_without_it() -> None:
+    qwen, llama = chat_renderer(QWEN), chat_renderer("meta-llama/Llama-3.2-1B-Instruct")
+    assert qwen.render([ASK], (), {"reasoning_effort": "high"}) == qwen.render([ASK])
+    silent = {"enable_thinking": False}
+    assert qwen.render([ASK], (), {"reasoning_effort": "none", **silent}) == qwen.render([ASK], (), silent)
+    assert llama.render([ASK], (), silent) == llama.render([ASK])
+
+
 def test_developer_is_system_where_the_template_does_not_know_it() -> None:
     developer = {"role": "developer", "content": "Be brief."}
     assert text(renderer(CHATML), [developer]).startswith("<|im_start|>system\nBe brief.")

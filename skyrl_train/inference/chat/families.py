@@ -61,6 +61,13 @@ class Family:
         self._tokenizer = tokenizer
         self._made = lru_cache(maxsize=16)(self._make)
 
+    def takes(self, argument: str) -> bool:
+        """Return whether the family's chat template has this argument."""
+        from renderers import config_from_name
+
+        config = config_from_name(self.name)
+        return config is not None and argument in type(config).template_field_names()
+
     def renderer(self, template_kwargs: Mapping[str, Any]) -> Renderer:
         """Return the renderer for these arguments of the chat template.
 
