@@ -260,11 +260,12 @@ class CheckpointStore:
 
     def _remove_old(self, step: int, evaluated: Evaluated) -> None:
         """Keep the newest ``max_to_keep`` checkpoints up to ``step``, the one just written, and all that ``evaluated`` keeps."""
-        # Replaced folders and later steps are not kept, even if they are complete.
-        alive = [f for f in self._folders() if _age_key(f) <= (step, True) and not f.name.endswith(_REPLACED)]
-        complete = {_age_key(f)[0]: f for f in sorted(alive, key=_age_key) if is_complete(f)}
-        kept = [*list(complete.values())[-self._max_to_keep :], *(complete[each] for each in evaluated.kept(complete))]
         try:
+            # Replaced folders and later steps are not kept, even if they are complete.
+            alive = [f for f in self._folders() if _age_key(f) <= (step, True) and not f.name.endswith(_REPLACED)]
+            complete = {_age_key(f)[0]: f for f in sorted(alive, key=_age_key) if is_complete(f)}
+            newest = [self.folder(step), *list(complete.values())[-self._max_to_keep :]]
+            kept = [*newest, *(complete[each] for each in evaluated.kept(complete))]
             for folder in self._folders():
                 if folder not in kept:
                     self._discard(folder)
@@ -344,10 +345,18 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether every file that the folder's manifest lists exists with the listed size."""
+    """Return whether every file that the folder's manifest lists exists with the listed size.
+
+    Raises:
+        OSError: a file cannot be looked at for a reason that is no damage.
+    """
     try:
         return all((folder / name).stat().st_size == size for name, size in read_manifest(folder).sizes.items())
-    except (OSError, ValueError):
+    except ValueError:
+        return False
+    except OSError as error:
+        if error.errno not in _DAMAGE:
+            raise
         return False
 
 

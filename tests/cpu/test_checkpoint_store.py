@@ -298,6 +298,28 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_new_one(
     assert "could not be removed" in caplog.text
 
 
+@pytest.mark.parametrize("reason", [errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_checkpoints_that_cannot_be_looked_at_for_a_moment_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: int
+) -> None:
+    def out_of_reach(folder: Path) -> checkpoint.Manifest:
+        raise OSError(reason, os.strerror(reason), str(folder))
+
+    store = CheckpointStore(tmp_path, 2, QuickFileSystem())
+    for step in (1, 2):
+        store.write(step, writing(f"step {step}"))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read_manifest", out_of_reach)
+        store.write(3, writing("step 3"))
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            store.write(3, writing("step 3 again"))
+    assert "could not be removed" in caplog.text
+    assert [content(tmp_path / f"global_step_{step}") for step in (1, 2, 3)] == ["step 1", "step 2", "step 3"]
+    assert content(store.latest(pytest.fail)) == "step 3"
+    store.write(4, writing("step 4"))
+    assert steps(tmp_path) == ["global_step_3", "global_step_4", "latest"]
+
+
 # Crashes by default: at steps from the one that was fallen back to, to the one after the damaged one.
 QUICK = ((4, 1, True), (5, 2, True), (6, 1, False), (7, 2, True))
 
