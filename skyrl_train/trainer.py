@@ -173,6 +173,7 @@ class PPOTrainer:
         self.reports = StepReports(
             components.reporter, components.client, self.rollout, components.clock, components.training_flops
         )
+        self._earlier_scores: dict[int, float] = {}  # by step, as the checkpoint has them that the run resumed from
         self._started = False
 
     # The loop -----------------------------------------------------------------------------------------------------
@@ -491,6 +492,7 @@ class PPOTrainer:
 
     def rollout_snapshot(self) -> RolloutSnapshot:
         """Return the contents of a checkpoint beside the backend's state. No ``await``, so that all of it agrees."""
+        metric = self.config.trainer.eval.best_metric
         state = {
             "global_step": self.global_step,
             "reported": self.reports.untrained_reported,
@@ -498,6 +500,7 @@ class PPOTrainer:
             **self.rollout.state_dict(),
             "kl_factor": self.kl_control.factor,
             "nonfinite_in_a_row": self.nonfinite.in_a_row,
+            "scores": {} if metric is None else {metric: dict(self.evaluated().scores)},
         }
         replay_cache = self.components.client.replay_cache.snapshot()
         return RolloutSnapshot(self.global_step, state, tuple(self.rollout.buffer), replay_cache)
@@ -507,7 +510,8 @@ class PPOTrainer:
         metric = self.config.trainer.eval.best_metric
         if metric is None:
             return NOT_EVALUATED
-        return Evaluated(self.components.reporter.scores(metric), self.evaluation.unfinished)
+        # The run may have come from another machine, which has the earlier rows of eval.jsonl.
+        return Evaluated(self.components.reporter.scores(metric) | self._earlier_scores, self.evaluation.unfinished)
 
     async def load_checkpoint(self, folder: Path) -> None:
         """Restore a checkpoint.
@@ -527,6 +531,8 @@ class PPOTrainer:
         self.reports.totals |= state.get("totals", {})
         self.kl_control.factor = float(state.get("kl_factor", 1.0))
         self.nonfinite.in_a_row = int(state.get("nonfinite_in_a_row", 0))
+        scores = state.get("scores", {}).get(self.config.trainer.eval.best_metric, {})
+        self._earlier_scores = {int(step): score for step, score in scores.items()}
 
     # After the last step ------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from skyrl_train.errors import ConfigError, EvaluationError
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import RunFolder, read_jsonl
 from skyrl_train.rollout.stages.reward import GroupToReward
+from skyrl_train.training.backend import Minibatch
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 MODES = ["sync", "one_step_off", "fully_async", "partial_rollout"]
@@ -131,6 +133,23 @@ async def test_the_best_checkpoint_by_evaluation_stays(tmp_path: Path, mode: str
     assert {"global_step_2", "global_step_8"} <= kept <= {f"global_step_{step}" for step in (2, 6, 8)}
     run = load_run(tmp_path)
     assert run.checkpoint("best").name == "global_step_2" and run.checkpoint().name == "global_step_8"
+
+
+async def test_the_best_checkpoint_stays_on_another_machine_which_has_no_earlier_evaluations(tmp_path: Path) -> None:
+    settings = ["trainer.eval.best_metric=eval/reward", "trainer.eval.interval=2", "trainer.max_ckpts_to_keep=1"]
+    for stop_after in (5, 7, 8):
+        h = Harness(tmp_path, *settings)
+        h.generator.after = reward_by_version
+        h.backend.before_update = functools.partial(stop_in, h, stop_after)
+        await h.train()
+        assert h.trainer.global_step == stop_after
+        h.run_folder.evaluations.path.unlink()
+    assert {"global_step_2", "global_step_8"} <= {path.name for path in h.run_folder.checkpoints.iterdir()}
+
+
+def stop_in(h: Harness, step: int, minibatch: Minibatch) -> None:
+    if minibatch.step == step:
+        h.trainer.request_stop()
 
 
 def test_the_best_checkpoint_of_a_run_without_one_is_an_error(tmp_path: Path) -> None:
