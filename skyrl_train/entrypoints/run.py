@@ -54,6 +54,7 @@ from skyrl_train.observability.run_folder import (
 )
 from skyrl_train.observability.screen import RunSummary, spent_s, summarize
 from skyrl_train.observability.trackers.feed import TrackerFeed
+from skyrl_train.rollout.data.dataset import PromptDataset
 from skyrl_train.runtime.process import DaemonThreadPool, add_log_file, gc_paused, gc_tuned
 from skyrl_train.training.checkpoint import POINTER
 from skyrl_train.version import __version__
@@ -394,8 +395,11 @@ async def _train(
     from skyrl_train.build.trainer import build_trainer
 
     asyncio.get_running_loop().set_default_executor(DaemonThreadPool())
+    dataset = inputs.dataset
+    if not isinstance(dataset, PromptDataset) and dataset.closed:  # by a run whose training worker has died
+        dataset = dataset.reopened()
     trainer = await build_trainer(
-        inputs.config, inputs.plan, inputs.dataset, run_folder, reporter, processes, inputs.evaluation_prompts
+        inputs.config, inputs.plan, dataset, run_folder, reporter, processes, inputs.evaluation_prompts
     )
 
     def stop_trainer() -> None:

@@ -463,7 +463,10 @@ def test_a_folder_without_a_run_is_an_error_that_names_the_runs_in_it(tmp_path: 
         skyrl_train.load_run(None)  # type: ignore[arg-type]
 
 
-def test_a_run_goes_on_after_the_death_of_its_training_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_run_goes_on_after_the_death_of_its_training_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
     update, killed = ProcessBackend.update, []
 
     def dies_once(self: ProcessBackend, minibatch: Minibatch) -> dict[str, float]:
@@ -474,6 +477,12 @@ def test_a_run_goes_on_after_the_death_of_its_training_process(tmp_path: Path, m
 
     monkeypatch.setattr(ProcessBackend, "update", dies_once)
     changes = {"trainer.executor": "process", "trainer.max_restarts": 1, "trainer.run_dir": str(tmp_path / "run")}
+    if streaming:
+        prompts = tmp_path / "prompts.jsonl"
+        row = {"prompt": "02a=", "answer": "aa"}
+        prompts.write_text(8 * (json.dumps(row) + "\n"))
+        changes |= {"data.train_data": [str(prompts)], "data.streaming": True}
     run = skyrl_train.train("quickstart", overrides=TINY | changes | {"trainer.ckpt_interval": 1}, quiet=True)
     assert killed
     assert run.metrics.index.tolist() == [1, 2, 3]
+    assert sorted(run.metrics["group_indices"].sum()) == list(range(6))

@@ -106,13 +106,15 @@ class StreamingPrompts(PromptSource):
     Attributes:
         checks: called with each prompt that is read, in another thread. :meth:`prepare` raises their errors.
         fit: called with each prompt before; returns it, a shorter one, or None to leave it out.
+        closed: whether it is closed, and can be read no more.
 
     Raises:
         DataError: a file is missing or has an unknown format.
     """
 
     def __init__(self, names: Iterable[str], maker: RecordMaker, epochs: int) -> None:
-        files = [open_rows(name) for name in names]
+        self._arguments = (tuple(names), maker, epochs)
+        files = [open_rows(name) for name in self._arguments[0]]
         digests = hashlib.sha256(b"".join(file.source.encode() + b"\0" + file.digest() for file in files))
         self.fingerprint = digests.hexdigest()
         with warnings.catch_warnings():
@@ -139,7 +141,13 @@ class StreamingPrompts(PromptSource):
         self._error: BaseException | None = None  # reason why no rows from _read on will ever be read
         self._room = Signal()
         self._reading: asyncio.Task[None] | None = None
-        self._closing = False
+        self.closed = False
+
+    def reopened(self) -> StreamingPrompts:
+        """Return the same prompts, of which nothing is read yet."""
+        prompts = StreamingPrompts(*self._arguments)
+        prompts.checks, prompts.fit = self.checks, self.fit
+        return prompts
 
     # Calls of the loader -------------------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class StreamingPrompts(PromptSource):
         self._reading.add_done_callback(lambda task: self._reading_ended(task, changed))
 
     async def aclose(self) -> None:
-        self._closing = True
+        self.closed = True
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
@@ -232,7 +240,7 @@ class StreamingPrompts(PromptSource):
 
     def _reading_ended(self, task: asyncio.Task[None], changed: Callable[[], None]) -> None:
         """Record why reading ended, so that the loader does not wait for rows forever."""
-        if self._closing:
+        if self.closed:
             return
         if task.cancelled():
             self._error = DataError("the task that reads data.train_data was cancelled from outside the trainer")
