@@ -9,6 +9,8 @@ batch). In return, each step lasts as long as the slower of the two, and engines
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from skyrl_train.rollout.buffer import BufferedGroup
 from skyrl_train.trainer import PPOTrainer
 
@@ -29,8 +31,8 @@ class OneStepOffTrainer(PPOTrainer):
 
         The returned times belong to the previous sync, but for the wait for the batch.
 
-        A run that is asked to stop does not sync: the requests in flight would be sampled by two policies. It resumes from
-        its checkpoint.
+        A run that is asked to stop does not sync: the requests in flight would be sampled by two policies. They start over
+        when it resumes.
         """
         self.phase.enter(f"waits for the groups of step {self.global_step + 1}")
         # They are admitted when the last sync has ended.
@@ -44,3 +46,11 @@ class OneStepOffTrainer(PPOTrainer):
         if self.stop_requested:
             return times
         return times | await super().sync_weights()
+
+    async def load_checkpoint(self, folder: Path) -> None:
+        """As in the other modes, but responses that the previous policy has begun start over: they would mix two policies.
+
+        A run that was asked to stop leaves such responses, as it does not sync.
+        """
+        await super().load_checkpoint(folder)
+        self.components.client.replay_cache.discard_before(self.global_step)

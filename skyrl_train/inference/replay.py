@@ -421,6 +421,13 @@ class ReplayCache:
             default=None,
         )
 
+    def discard_before(self, version: int) -> None:
+        """Discard the records of groups with tokens of policies before ``version``: these groups begin again."""
+        for group in list(self._groups):
+            oldest = self.oldest_version(group)
+            if oldest is not None and oldest < version:
+                self.end(group)
+
     def _forget(self, group: _Group) -> None:
         for session_id, session in group.sessions.items():
             session.discard()

@@ -148,6 +148,19 @@ async def test_a_stopped_run_samples_no_token_twice_and_trains_the_same_sequence
     assert got == expected if exact else sorted(got) == sorted(expected)
 
 
+async def test_a_stopped_run_of_one_step_off_trains_no_response_of_two_policies(tmp_path: Path) -> None:
+    moment, recorded = Moments(seed=4), 0
+    runs: list[Run] = []
+    while not runs or runs[-1].trainer.global_step < 8:
+        run = Run(tmp_path, "trainer.mode=one_step_off")
+        recorded += tokens_in(await run.stop(moment(run, 600)))
+        runs.append(run)
+    assert len(runs) > 2 and recorded > 0
+    assert trained_once(*runs)
+    sampled = [set(s[-1]) - {-1} for run in runs for s in run.trained_sequences(versions=True)]
+    assert all(len(versions) == 1 for versions in sampled)
+
+
 async def test_the_engines_sample_exactly_the_tokens_that_no_record_has(tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole")
     await whole.train()
