@@ -108,7 +108,7 @@ class Run:
     def policy(self) -> Path | None:
         """The model folder that the finished run exported; None before."""
         folder = self.path / "policy"
-        return folder if folder.is_dir() else None
+        return folder if self.finished and folder.is_dir() else None
 
     @property
     def origin(self) -> dict[str, Any] | None:

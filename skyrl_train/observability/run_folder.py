@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +56,8 @@ def choose_run_folder(config: RunConfig, total_steps: int = 0) -> RunChoice:
         total_steps: of ``config``. A finished run in the given folder continues if its length was changed to more steps.
 
     Raises:
-        ConfigError: the given folder contains another run or other files, or with ``resume=never`` any file.
+        ConfigError: the given folder contains another run or other files, or with ``resume=never`` any file; or the
+            configuration of an unfinished run cannot be read now.
     """
     trainer = config.trainer
     if trainer.run_dir is not None:
@@ -66,8 +68,13 @@ def choose_run_folder(config: RunConfig, total_steps: int = 0) -> RunChoice:
         for folder in _unfinished(numbered):
             try:
                 differing = differences(read_config(folder), config)
-            except (ConfigError, OSError):
-                continue  # no configuration yet, or one of a version with other settings
+            except (ConfigError, FileNotFoundError, PermissionError):
+                continue  # no configuration yet, one of a version with other settings, or the run of another user
+            except OSError as error:
+                raise ConfigError(
+                    f"{folder} may be the run to continue, but {CONFIG} in it cannot be read: {error.strerror or error}. Give "
+                    "the same command again when it can, or start a new run with trainer.resume=never."
+                ) from error
             if not differing:
                 return RunChoice(folder, resuming=True, finished=False)
     folder = _create_next(Path(trainer.runs_dir), trainer.run_name, max(numbered, default=0))
@@ -103,24 +110,30 @@ class RunFolder:
             raise _cannot_create(path, error) from error
         # Before the first write: another process may train in this folder.
         self._lock = _lock(path)
-        if (path / CONFIG).is_file() and not has_begun(path) and differences(read_config(path), config):
-            for part in (path / name for name in _OF_A_START):
-                if part.is_dir():
-                    shutil.rmtree(part)
-                else:
-                    part.unlink(missing_ok=True)
-        (path / FINISHED).unlink(missing_ok=True)  # of a run that continues because it has more steps now
-        replace_file(path / CONFIG, to_yaml(config))
-        self.metrics = JsonlFile(path / METRICS)
-        self.samples = SampleWriter(path / SAMPLES)
-        self.evaluations = JsonlFile(path / EVALUATIONS)
-        self.events = EventLog(path / EVENTS, config.trainer.max_events_per_s)
+        with ExitStack() as undo:
+            undo.callback(self._unlock)
+            if (path / CONFIG).is_file() and not has_begun(path) and differences(read_config(path), config):
+                for part in (path / name for name in _OF_A_START):
+                    if part.is_dir():
+                        shutil.rmtree(part)
+                    else:
+                        part.unlink(missing_ok=True)
+            (path / FINISHED).unlink(missing_ok=True)  # of a run that continues because it has more steps now
+            replace_file(path / CONFIG, to_yaml(config))
+            self.metrics = JsonlFile(path / METRICS)
+            self.samples = SampleWriter(path / SAMPLES)
+            self.evaluations = JsonlFile(path / EVALUATIONS)
+            self.events = EventLog(path / EVENTS, config.trainer.max_events_per_s)
+            undo.pop_all()
 
     def close(self) -> None:
         """Close the files and release the lock. Idempotent."""
         # The files before the lock: another process may open them as soon as it is released.
         for file in (self.metrics, self.evaluations, self.events, self.samples):
             file.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
         self._lock.close()
         _locked_here.discard(self.path.resolve())
 
@@ -290,7 +303,7 @@ class JsonlFile:
         Raises:
             SkyRLError: the disk is full or gone.
         """
-        content = (json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        content = _line(row).encode()
         try:
             while content:  # the file is unbuffered, and a write may be partial
                 content = content[os.write(self._file.fileno(), content) :]
@@ -303,9 +316,7 @@ class JsonlFile:
         The file is replaced atomically; lines that cannot be read are removed too.
         """
         # The repeated steps write these lines again.
-        kept = "".join(
-            json.dumps(row, ensure_ascii=False) + "\n" for row in read_jsonl(self.path) if row["step"] <= step
-        )
+        kept = "".join(_line(row) for row in read_jsonl(self.path) if row["step"] <= step)
         self._file.close()
         replace_file(self.path, kept)
         self._file = self.path.open("ab", buffering=0)
@@ -352,6 +363,12 @@ def replace_file(path: Path, text: str) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise _write_error(path, error) from error
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    text = json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False)
+    # Half a surrogate pair (in the uid of a prompt, for example) cannot be encoded; JSON has an escape for it.
+    return text.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def _jsonable(value: Any) -> Any:

@@ -19,6 +19,7 @@ from skyrl_train.config.compose import from_yaml
 from skyrl_train.config.schema import ResumeMode, RunConfig, TrainerConfig
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.observability import run_folder
+from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import (
     FINISHED,
     JsonlFile,
@@ -88,6 +89,20 @@ def test_a_run_whose_configuration_cannot_be_read_is_not_continued(tmp_path: Pat
     if content is not None:
         (tmp_path / "run-1" / "config.yaml").write_text(content)
     assert run(config_of(tmp_path, seed=1)).path == tmp_path / "run-2"
+
+
+def test_no_new_run_begins_while_a_configuration_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(folder: Path) -> RunConfig:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    run(config_of(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "read_config", stale)
+        with pytest.raises(ConfigError, match=r"run-1 may be the run to continue, but .* Stale file handle\. Give"):
+            run(config_of(tmp_path))
+    assert run(config_of(tmp_path)).resuming and not (tmp_path / "run-2").exists()
 
 
 def test_a_number_that_another_process_takes_a_moment_earlier_is_left_to_it(
@@ -192,6 +207,15 @@ def test_a_finished_run_continues_with_more_steps_and_not_with_fewer(tmp_path: P
     assert choose_run_folder(config, total_steps=9) == (tmp_path / "here", True, False)
 
 
+def test_a_finished_run_that_continues_has_no_policy_until_its_new_end(tmp_path: Path) -> None:
+    config = config_of(tmp_path, run_dir=tmp_path / "run")
+    run(config, finish=True)
+    (tmp_path / "run" / "policy").mkdir()
+    assert load_run(tmp_path / "run").policy == tmp_path / "run" / "policy"
+    run(config)
+    assert load_run(tmp_path / "run").policy is None
+
+
 def test_a_given_folder_with_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match="contains no run"):
@@ -259,6 +283,15 @@ def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
     with closing(RunFolder(tmp_path, RunConfig())) as folder:
         folder.metrics.append({"step": 1, "a": float("nan"), "b": float("inf"), "c": 1.0})
         assert list(read_jsonl(folder.metrics.path)) == [{"step": 1, "a": None, "b": None, "c": 1.0}]
+
+
+def test_half_a_surrogate_pair_is_read_as_it_was_written(tmp_path: Path) -> None:
+    row = {"step": 1, "uid": "ü\ud83d\\"}
+    file = JsonlFile(tmp_path / "rows.jsonl")
+    file.append(row)
+    file.truncate_after(1)
+    file.close()
+    assert list(read_jsonl(file.path)) == [row]
 
 
 @given(st.integers(1, 5), st.data())
@@ -359,6 +392,14 @@ def test_one_process_does_not_open_a_folder_twice(tmp_path: Path) -> None:
         folder.metrics.append({"step": 1})
     with closing(RunFolder(tmp_path, RunConfig())) as folder:
         assert list(read_jsonl(folder.metrics.path)) == [{"step": 1}]
+
+
+def test_a_folder_that_could_not_be_opened_opens_once_the_cause_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "eval.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        RunFolder(tmp_path, RunConfig())
+    (tmp_path / "eval.jsonl").rmdir()
+    RunFolder(tmp_path, RunConfig()).close()
 
 
 def test_an_unfinished_run_that_is_not_continued_is_mentioned(tmp_path: Path) -> None:
