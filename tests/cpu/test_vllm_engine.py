@@ -137,6 +137,20 @@ async def test_vllm_knows_the_arguments_that_only_gpus_have(vllm: Served) -> Non
     assert {"device_ids", "max_lora_rank"} <= arguments.keys() <= AsyncEngineArgs.__dataclass_fields__.keys()
 
 
+async def test_ranks_of_an_engine_are_processes_also_in_a_placement_group_of_ray(vllm: Served) -> None:
+    placement = pytest.importorskip("ray.util.placement_group", reason="needs Ray")
+    from ray import PlacementGroupID
+    from vllm.config import ParallelConfig
+
+    # As vLLM finds it in the actor of an engine: the group of all actors of the run.
+    group = placement.PlacementGroup(PlacementGroupID.from_random())
+    assert ParallelConfig(tensor_parallel_size=2, placement_group=group).distributed_executor_backend == "ray"
+    settings = dataclasses.replace(vllm.engine._settings, tensor_parallel_size=2)
+    arguments = vllm_arguments(settings, on_cpu=False, kv_bytes_per_token=1, context=CONTEXT)
+    chosen = {name: arguments[name] for name in arguments if name in ParallelConfig.__dataclass_fields__}
+    assert ParallelConfig(**chosen, placement_group=group).distributed_executor_backend == "mp"
+
+
 async def test_a_stream_may_have_larger_chunks(vllm: Served) -> None:
     from vllm import SamplingParams  # vLLM is installed: the fixture has started it
 

@@ -76,6 +76,14 @@ def test_sizes_and_further_arguments_reach_vllm() -> None:
     assert "device_ids" not in arguments(False) | arguments(True, devices=())
 
 
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_ranks_are_processes_unless_the_caller_chooses(ranks: dict[str, int]) -> None:
+    assert arguments(False, **ranks)["distributed_executor_backend"] == "mp"
+    chosen = {"distributed_executor_backend": "ray"}
+    assert arguments(False, engine_args=chosen, **ranks)["distributed_executor_backend"] == "ray"
+    assert "distributed_executor_backend" not in arguments(False)
+
+
 def test_on_a_cpu_the_kv_cache_holds_max_num_seqs_requests() -> None:
     # 300 tokens are three blocks of 128; one block is vLLM's own.
     assert arguments(True)["kv_cache_memory_bytes"] == (4 * 3 + 1) * 128 * 10

@@ -173,6 +173,10 @@ def vllm_arguments(settings: VLLMSettings, *, on_cpu: bool, kv_bytes_per_token: 
         "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
     }
+    if settings.num_ranks > 1:
+        # In an actor of a placement group, vLLM takes the whole group for its own and starts its ranks as actors in it: on the
+        # GPUs of training ranks. It refuses a group whose bundles have several GPUs each.
+        arguments["distributed_executor_backend"] = "mp"
     if settings.devices:
         # Not by CUDA_VISIBLE_DEVICES, which would have to change in this process, where a trainer may look for its own GPU.
         arguments["device_ids"] = list(settings.devices)
