@@ -116,20 +116,21 @@ class Sums:
     def add(self, outputs: torch.Tensor, targets: torch.Tensor, first: int, rule: LogitRule) -> None:
         """Add a tile of the head's outputs ``[n, v]`` in 16 or 32 bit, whose first column is token ``first``."""
         rows, width = outputs.shape
-        _accumulate[(rows,)](
-            outputs,
-            outputs.stride(0),
-            targets.contiguous(),
-            first,
-            width,
-            self._sums,
-            rows,
-            rule.scale,
-            rule.cap or 1.0,
-            rule.temperature,
-            HAS_CAP=rule.cap is not None,
-            COLUMNS=_COLUMNS,
-        )
+        with torch.cuda.device_of(outputs):  # Triton starts kernels on the current GPU, wherever their tensors are
+            _accumulate[(rows,)](
+                outputs,
+                outputs.stride(0),
+                targets.contiguous(),
+                first,
+                width,
+                self._sums,
+                rows,
+                rule.scale,
+                rule.cap or 1.0,
+                rule.temperature,
+                HAS_CAP=rule.cap is not None,
+                COLUMNS=_COLUMNS,
+            )
 
     def scores(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the log of the sum of exponentials, the target's log-prob and the entropy, float32 ``[rows]`` each."""
@@ -152,21 +153,22 @@ def gradient_(
     rows, width = outputs.shape
     # The gradient of a sum has one element for all rows; the kernel reads one per row.
     of_logprobs = of_logprobs.contiguous()
-    _differentiate[(rows,)](
-        outputs,
-        outputs.stride(0),
-        targets.contiguous(),
-        first,
-        width,
-        partition,
-        entropies,
-        of_logprobs,
-        of_logprobs if of_entropies is None else of_entropies.contiguous(),
-        rule.scale,
-        rule.cap or 1.0,
-        rule.temperature,
-        HAS_CAP=rule.cap is not None,
-        OF_ENTROPY=of_entropies is not None,
-        COLUMNS=_COLUMNS,
-    )
+    with torch.cuda.device_of(outputs):  # see above
+        _differentiate[(rows,)](
+            outputs,
+            outputs.stride(0),
+            targets.contiguous(),
+            first,
+            width,
+            partition,
+            entropies,
+            of_logprobs,
+            of_logprobs if of_entropies is None else of_entropies.contiguous(),
+            rule.scale,
+            rule.cap or 1.0,
+            rule.temperature,
+            HAS_CAP=rule.cap is not None,
+            OF_ENTROPY=of_entropies is not None,
+            COLUMNS=_COLUMNS,
+        )
     return outputs

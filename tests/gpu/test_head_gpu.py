@@ -73,3 +73,20 @@ def test_each_tile_is_read_once_by_a_kernel() -> None:
     assert tiles == 9 and counts["_differentiate"] == tiles
     passes = [key for key in counts if "exp" in key or "softmax" in key]
     assert not passes, "plain operations pass over a tile many times"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_start_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.cuda.current_device() == 0
+    hidden = torch.randn(TOKENS, HIDDEN, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
+    head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda:1", dtype=torch.bfloat16)
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda:1")
+
+    def scores() -> list[torch.Tensor]:
+        logprobs, entropies = token_scores(hidden, head, targets, RULES[0], fp32=False, differentiate_entropy=False)
+        return [logprobs, entropies, *torch.autograd.grad(logprobs.sum(), [hidden, head.weight])]
+
+    ours = scores()
+    monkeypatch.setattr(of_head, "_operations", lambda *_: (of_head.PlainSums, of_head.plain_gradient_))
+    for tensor, of_plain in zip(ours, scores(), strict=True):
+        assert relative_error(tensor, of_plain) < 1e-2
