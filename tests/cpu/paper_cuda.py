@@ -4,6 +4,7 @@
 
 - What is made on ``cuda`` or moved there is a :class:`PaperTensor`, around a tensor of the CPU.
 - An operation on tensors of both devices raises :class:`MixedDevicesError`, as a GPU would.
+- Copies to main memory that the host does not wait for have not arrived until it does wait.
 - A :class:`Record` counts kernel launches, and the places where the host waits for the GPU, by file and line of the project.
 
 Kernels, streams, memory and NCCL do not exist here. gloo does what NCCL would.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,7 @@ class Record:
 RECORD = Record()
 REGISTERED: dict[int, int] = {}  # memory that a GPU copies by itself: its bytes by its address
 PINNED: list[torch.Tensor] = []
+LATE: deque[tuple[torch.Tensor, torch.Tensor]] = deque()  # copies to main memory that the GPU makes by itself: to, from
 PACKAGE = "/skyrl_train/"
 # Operations without a kernel.
 VIEWS = {
@@ -79,6 +81,18 @@ def caller() -> str:
             return f"{path}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "outside"
+
+
+def _wait(what: str) -> None:
+    """The host waits until the GPU has done all that was queued."""
+    RECORD.waits[f"{what} @ {caller()}"] += 1
+    _arrive()
+
+
+def _arrive() -> None:
+    while LATE:
+        memory, numbers = LATE.popleft()
+        memory.copy_(numbers)
 
 
 class PaperTensor(torch.Tensor):
@@ -110,7 +124,7 @@ class PaperTensor(torch.Tensor):
         return compute(func, args, kwargs or {})
 
     def tolist(self) -> Any:
-        RECORD.waits[f"tolist @ {caller()}"] += 1
+        _wait("tolist")
         return self.elem.tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -187,6 +201,9 @@ def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if wanted is not None:
         inner_kwargs["device"] = torch.device("cpu")
     pinned = inner_kwargs.pop("pin_memory", None)
+    if name == "copy_" and not isinstance(args[0], PaperTensor) and _non_blocking(args, kwargs) and is_pinned(args[0]):
+        LATE.append((args[0], inner_args[1].clone()))
+        return args[0].zero_()  # until the host has waited
     result = func(*inner_args, **inner_kwargs)
     if name == "copy_":
         return args[0]
@@ -210,27 +227,32 @@ def _count(
         isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in tree_flatten(args[1])[0]
     )
     if on_gpu and (name in WAITING or by_mask):
-        RECORD.waits[f"{name} @ {caller()}"] += 1
+        _wait(name)
     if name == "_to_copy":
         from_gpu = isinstance(args[0], PaperTensor)
         if from_gpu and not makes_gpu and not kwargs.get("non_blocking"):  # such a copy goes to pinned memory
-            RECORD.waits[f"to the CPU @ {caller()}"] += 1
+            _wait("to the CPU")
         if not from_gpu and makes_gpu:
             _count_upload(args[0], kwargs.get("non_blocking", False))
     if name == "copy_":
         to_gpu, from_gpu = (isinstance(each, PaperTensor) for each in args[:2])
-        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        non_blocking = _non_blocking(args, kwargs)
         if from_gpu and not to_gpu and not (non_blocking and is_pinned(args[0])):
-            RECORD.waits[f"copy_ to the CPU @ {caller()}"] += 1
+            _wait("copy_ to the CPU")
         if to_gpu and not from_gpu:
             _count_upload(args[1], non_blocking)
+
+
+def _non_blocking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 def _count_upload(source: torch.Tensor, non_blocking: bool) -> None:
     if non_blocking and is_pinned(source):
         RECORD.uploads[f"copy @ {caller()}"] += 1
+        _arrive()  # in the order of the stream
     elif source.dim():  # the value of a scalar travels with the kernel
-        RECORD.waits[f"copy from pageable memory @ {caller()}"] += 1
+        _wait("copy from pageable memory")
 
 
 class _Stream:
@@ -241,7 +263,7 @@ class _Stream:
         return lambda *_, **__: None
 
     def synchronize(self) -> None:
-        RECORD.waits[f"stream.synchronize @ {caller()}"] += 1
+        _wait("stream.synchronize")
 
     def record_event(self, *_: Any) -> _Event:
         return _Event()
@@ -255,7 +277,7 @@ class _Event:
         return lambda *_, **__: None
 
     def synchronize(self) -> None:
-        RECORD.waits[f"event.synchronize @ {caller()}"] += 1
+        _wait("event.synchronize")
 
 
 @dataclass(frozen=True)
@@ -269,7 +291,7 @@ class _Properties:
 
 
 def _synchronize(*_: Any) -> None:
-    RECORD.waits[f"cuda.synchronize @ {caller()}"] += 1
+    _wait("cuda.synchronize")
 
 
 class _CudaRuntime:
@@ -321,6 +343,7 @@ def paper_cuda() -> Iterator[Record]:
     RECORD.clear()
     with contextlib.ExitStack() as stack:
         stack.callback(PINNED.clear)
+        stack.callback(LATE.clear)
         stack.callback(REGISTERED.clear)
         for name, value in TORCH_CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))

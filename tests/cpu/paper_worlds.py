@@ -228,7 +228,7 @@ def host_store(num_ranks: int) -> Rendezvous:
 def rank(
     number: int, num_ranks: int, meeting: Rendezvous, folder: str, parent: str, changes: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train a sharded policy on this rank's part of the minibatch; stage, save and load it."""
+    """Train a sharded policy on this rank's part of the minibatch; stage, save and load it, and take turns with an engine."""
     trainer = config(device="cuda", fsdp__num_workers=num_ranks, **changes)
     init, batch = dist.init_process_group, minibatch()
 
@@ -257,6 +257,10 @@ def rank(
         after = _worker.update(Role.policy, mine(2), minibatch(1, 2))
         _worker.load(Role.policy, Path(parent))
         again = _worker.update(Role.policy, mine(2), minibatch(1, 2))
+        before = [row.tolist() for row in _worker.score(Role.policy, mine(1))]
+        _worker.offload_states()
+        _worker.reload_states()
+        turned = [row.tolist() for row in _worker.score(Role.policy, mine(1))] == before
         _worker.leave()
         return {
             "scores": [row.tolist() for row in scores],
@@ -264,4 +268,5 @@ def rank(
             "counted": counted,
             "staged": None if update is None else update.num_bytes,
             "again": after == again,
+            "turned": turned,
         }

@@ -165,6 +165,7 @@ def test_two_ranks_share_a_policy_on_their_gpus(
             on_cpu["metrics"]["policy/grad_norm"], rel=tolerance
         )
         assert rank["again"], "a checkpoint continues bit for bit"
+        assert rank["turned"], "shards come back from main memory as they were"
         waits = {name: number for name, number in rank["counted"]["update"]["waits"].items() if name != OF_OFFLOAD}
         assert waits == {STATISTICS: 1, GRADIENT_NORM: 1}
         assert rank["counted"]["update"]["launches"] <= 1200

@@ -231,12 +231,12 @@ class TrainingWorker:
             held.snapshots.copied()  # a copy under way would keep the memory
 
             def outside(shard: torch.Tensor) -> torch.Tensor:
-                return host_tensor(shard).copy_(shard, non_blocking=True)
+                # Complete when it returns: FSDP2 copies a shard at once that is smaller than those of other ranks, to pad it.
+                return host_tensor(shard).copy_(shard)
 
             move_shards(held.worker.model, held.worker.optimizer, outside)
         self._offloaded = True
         if self._mesh.device_type == "cuda":
-            torch.cuda.synchronize()  # the copies
             torch.cuda.empty_cache()  # for the engines' processes
 
     def reload_states(self) -> None:
