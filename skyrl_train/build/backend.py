@@ -6,8 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from skyrl_train.build.processes import StartedProcesses
 from skyrl_train.config import derive
 from skyrl_train.config.cluster import CRITIC_RANKS, POLICY_RANKS
@@ -16,7 +14,7 @@ from skyrl_train.config.schema import RunConfig, TrainingStrategy
 from skyrl_train.errors import ConfigError
 from skyrl_train.training.actor_critic import CRITIC_FOLDER, ActorCritic
 from skyrl_train.training.backend import CriticBackend, TrainingBackend
-from skyrl_train.training.local_backend import LocalBackend, LocalCritic
+from skyrl_train.training.local_backend import LocalBackend, LocalCritic, limit_memory
 from skyrl_train.training.process import TrainingProcess
 from skyrl_train.training.process_backend import ProcessBackend, ProcessCritic
 
@@ -104,11 +102,11 @@ def build_policy_backend(
     trainer, temperature = config.trainer, config.generator.sampling_params.temperature
     if trainer.strategy is TrainingStrategy.local:
         arguments = (model_path, trainer, plan.total_steps, temperature, trainer.seed)
-        if process is not None or trainer.executor == "process":
-            return ProcessBackend(*arguments, process, logs / "training.log")
         fraction = derive.trainer_memory_fraction(config)
-        if fraction is not None and torch.cuda.is_available():
-            torch.cuda.set_per_process_memory_fraction(fraction, derive.full_device_name(trainer.device))
+        if process is not None or trainer.executor == "process":
+            return ProcessBackend(*arguments, process, logs / "training.log", fraction)
+        if fraction is not None:
+            limit_memory(trainer.device, fraction)
         return LocalBackend(*arguments)
     try:
         from skyrl_train.training.distributed.ray_backend import RayBackend

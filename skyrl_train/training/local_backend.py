@@ -177,3 +177,9 @@ class LocalCritic(LocalTraining[CriticMicroBatch], CriticWorker, CriticBackend):
         self._device = model.device
         if trainer_config.tf32:
             use_tf32(self._device)
+
+
+def limit_memory(device: str, fraction: float) -> None:
+    """Let this process use ``fraction`` of a GPU's memory; what it asks for beyond that fails here, not in an engine."""
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(fraction, derive.full_device_name(device))

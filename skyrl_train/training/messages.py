@@ -49,6 +49,7 @@ class ModelSettings:
     total_steps: int
     temperature: float
     seed: int
+    memory_fraction: float | None = None  # of its GPU that local training may use; None: all
 
 
 @dataclass(frozen=True, slots=True)

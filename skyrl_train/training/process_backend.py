@@ -35,7 +35,7 @@ from skyrl_train.training.backend import (
     TrainingBackend,
     TrainingSequence,
 )
-from skyrl_train.training.local_backend import LocalBackend, LocalCritic
+from skyrl_train.training.local_backend import LocalBackend, LocalCritic, limit_memory
 from skyrl_train.training.messages import ModelSettings, PackedSequences, Role, recovery_advice, transport_key
 from skyrl_train.training.process import TrainingProcess
 from skyrl_train.workers.messages import Call, Raised, Result
@@ -147,9 +147,14 @@ class ProcessBackend(ProcessTraining, TrainingBackend):
         seed: int,
         process: TrainingProcess | None = None,
         log_file: Path | None = None,
+        memory_fraction: float | None = None,
     ) -> None:
-        """Arguments and errors as for :class:`LocalBackend` and :class:`ProcessTraining`."""
-        settings = ModelSettings(model_path, trainer_config, total_steps, temperature, seed)
+        """Other arguments and errors as for :class:`LocalBackend` and :class:`ProcessTraining`.
+
+        Args:
+            memory_fraction: of its GPU that the process may use; None: all.
+        """
+        settings = ModelSettings(model_path, trainer_config, total_steps, temperature, seed, memory_fraction)
         super().__init__(Role.policy, settings, process, log_file)
         self._transports: list[WeightTransport] = []
 
@@ -170,6 +175,10 @@ class ProcessBackend(ProcessTraining, TrainingBackend):
         key = transport_key(self._transports, transport)
         update: WeightUpdate = self._call("stage", key, transport, version)
         return update
+
+    def release_staging(self, transport: WeightTransport) -> bool:
+        released: bool = self._call("release_staging", transport_key(self._transports, transport))
+        return released
 
     def export_hf(self, folder: Path) -> None:
         self._call("export_hf", folder.absolute())
@@ -232,6 +241,8 @@ class _ModelHost:
         if log_file is not None:
             write_output_to(log_file)
         path, trainer, steps = settings.model_path, settings.trainer, settings.total_steps
+        if settings.memory_fraction is not None:
+            limit_memory(trainer.device, settings.memory_fraction)
         if role is Role.critic:
             self.model: LocalBackend | LocalCritic = LocalCritic(path, trainer, steps)
         else:
@@ -259,6 +270,9 @@ class _ModelHost:
         """``transport``: in its initial state; the first one with this key stays open here."""
         assert isinstance(self.model, LocalBackend), "a critic's weights go nowhere"
         return self.model.stage(self._transports.setdefault(key, transport), version)
+
+    def release_staging(self, key: int) -> bool:
+        return key in self._transports and self._transports[key].release()
 
     def close(self) -> None:
         for transport in self._transports.values():

@@ -23,6 +23,8 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run_folder import RunFolder
 from skyrl_train.rollout.data.dataset import load_dataset
+from skyrl_train.training import process_backend
+from skyrl_train.training.messages import ModelSettings, Role
 
 
 @pytest.mark.parametrize("fails", ["trainer", "backend"])
@@ -182,6 +184,7 @@ def test_each_vllm_engine_has_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert [Path(log).name for log in found] == ["engine-0.log", "engine-1.log"] * 2
 
 
+@pytest.mark.parametrize("executor", ["thread", "process"])
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -193,14 +196,21 @@ def test_each_vllm_engine_has_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     ],
 )
 def test_a_trainer_leaves_vllm_its_part_of_a_gpu_also_while_that_starts_again(
-    overrides: list[str], expected: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    overrides: list[str], expected: float | None, executor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     limits: list[tuple[float, str]] = []
-    monkeypatch.setattr(of_backend, "LocalBackend", lambda *_: "backend")
+
+    def in_the_process(_: object, role: Role, settings: ModelSettings, *__: object) -> None:
+        process_backend._ModelHost().load_model(role, settings, None)
+
+    monkeypatch.setattr(process_backend.ProcessTraining, "__init__", in_the_process)
+    monkeypatch.setattr(process_backend, "gc", SimpleNamespace(collect=int, freeze=int))
+    for module in (of_backend, process_backend):
+        monkeypatch.setattr(module, "LocalBackend", lambda *_: "backend")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: limits.append(given))
     prefix = "generator.inference_engine."
     engine = [f"{prefix}backend=vllm", f"{prefix}device=cuda", *(prefix + override for override in overrides)]
-    config = compose("quickstart", ["trainer.device=cuda", "trainer.executor=thread", *engine])
+    config = compose("quickstart", ["trainer.device=cuda", f"trainer.executor={executor}", *engine])
     of_backend.build_policy_backend(config, resolve(config, 32), "/model", tmp_path, None)
     assert limits == ([] if expected is None else [(pytest.approx(expected), "cuda:0")])

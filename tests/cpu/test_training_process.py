@@ -96,6 +96,24 @@ def test_a_critic_in_a_process_values_like_one_in_a_thread(folder: str) -> None:
         there.close()
 
 
+class FreedOnDemand(DiskTransport):
+    """As if its copies lay on a device."""
+
+    def release(self) -> bool:
+        while self._files:
+            self._files.pop().unlink()
+        return True
+
+
+def test_staging_copies_are_released_in_the_process_that_holds_them(alone: ProcessBackend, tmp_path: Path) -> None:
+    transport = FreedOnDemand(str(tmp_path))
+    assert not alone.release_staging(transport), "there are none yet"
+    place = Path(alone.stage(transport, 0).location)
+    assert place.is_file()
+    assert alone.release_staging(transport) and not place.exists()
+    assert Path(alone.stage(transport, 1).location).is_file()
+
+
 def test_weights_are_staged_in_the_process_until_it_closes(folder: str, tmp_path: Path) -> None:
     policy = ProcessBackend(folder, config(), total_steps=10, temperature=1.0, seed=0)
     try:
