@@ -482,7 +482,8 @@ def _engine_gpus(config: RunConfig) -> Errors:
         if trainer.strategy is TrainingStrategy.fsdp2 and trainer.device == "cuda":
             yield (
                 f"{ENGINE}.executor={engine.executor} with trainer.strategy=fsdp2 on cuda: Ray gives GPUs to the workers and "
-                f"does not know of the engines'. Set {ENGINE}.executor=ray, or name the engines' GPUs in {ENGINE}.devices."
+                f"does not know of the engines'. Set {ENGINE}.executor=ray, or name the engines' GPUs in {ENGINE}.devices, "
+                "from 0 on: Ray gives the workers those behind them."
             )
     elif len(devices) != number * each:
         beside = " with the evaluation's" if number > engine.num_engines else ""
@@ -531,6 +532,8 @@ def _weight_transport(config: RunConfig) -> Errors:
     on_cpu = [f"{key}={device}" for key, device in devices.items() if not device.startswith("cuda")]
     if on_cpu:
         yield f"{key}={name} is for GPUs, and {' and '.join(on_cpu)}. Set {key}=shared_memory."
+    if name == "nccl":
+        yield from _nccl_gpus(config)
     if name != "cuda_ipc" or derive.engines_share_ranks(config):
         return
     if config.trainer.strategy is TrainingStrategy.fsdp2:
@@ -542,6 +545,26 @@ def _weight_transport(config: RunConfig) -> Errors:
         yield (
             f"{key}=cuda_ipc with {ENGINE}.executor={engine.executor}: the memory must be opened by another process on the same "
             f"GPU. Set executor=process, or {key}=shared_memory."
+        )
+
+
+def _nccl_gpus(config: RunConfig) -> Errors:
+    """Whether trainer and engines have different GPUs. Those of Ray's workers and actors, Ray chooses."""
+    trainer, engine = config.trainer, config.generator.inference_engine
+    if trainer.placement.colocate_all:
+        return  # _colocation says it
+    used = [derive.full_device_name(trainer.device)] if trainer.strategy is TrainingStrategy.local else []
+    if engine.backend == "embedded" and engine.executor != "ray":
+        used += [derive.full_device_name(engine.device)] * engine.num_engines
+    elif engine.executor != "ray":
+        number = engine.num_engines * derive.engine_num_gpus(engine)
+        used += [f"cuda:{gpu}" for gpu in (range(number) if engine.devices is None else engine.devices[:number])]
+    shared = sorted({device for device in used if device != "cpu" and used.count(device) > 1})
+    if shared:
+        others = f"{ENGINE}.devices" if engine.backend == "vllm" else "trainer.device"
+        yield (
+            f"generator.weight_transport=nccl with trainer and engines on {', '.join(shared)}: NCCL needs a GPU "
+            f"per process. Name others in {others}, or set generator.weight_transport=shared_memory."
         )
 
 

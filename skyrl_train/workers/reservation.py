@@ -50,8 +50,11 @@ class Reservation:
             nodes[here] = replace(nodes[here], gpus=nodes[here].gpus - own)
         placed = place_actors(needs, list(nodes.values()))
         if placed is None and cluster_is_own():
+            others = "other actors"
+            if held:
+                others += f" and the run's own processes, which have the GPUs up to number {own - 1},"
             raise ConfigError(
-                f"{_described(needs)} need more than other actors leave of the Ray that this run has started on its machine: "
+                f"{_described(needs)} need more than {others} leave of the Ray that this run has started on its machine: "
                 f"free are {_described_nodes(nodes)}. Lower {keys}, or start a cluster with more (ray start)."
             )
         actors = [*held, *(placed if placed is not None else _unplaced(needs))]

@@ -43,6 +43,7 @@ UNCORRECTED = "trainer.algorithm.off_policy_correction.tis_ratio_type=null"
 ENGINE = "generator.inference_engine"
 VLLM_GPUS = (f"{ENGINE}.backend=vllm", f"{ENGINE}.device=cuda")
 VLLM_IPC = (*VLLM_GPUS, "trainer.device=cuda", "generator.weight_transport=cuda_ipc")
+VLLM_NCCL = (*VLLM_GPUS, "trainer.device=cuda", "generator.weight_transport=nccl")
 VLLM_RAY = (*VLLM_GPUS, f"{ENGINE}.executor=ray")
 
 
@@ -190,6 +191,8 @@ def test_a_setting_without_effect_in_asynchronous_training_is_a_warning(override
         ([*VLLM_IPC, f"{ENGINE}.devices=[1]"], "cuda_ipc needs one GPU"),
         ([*VLLM_IPC, f"{ENGINE}.num_engines=2"], f"Name it for all in {ENGINE}.devices"),
         ([*VLLM_IPC, f"{ENGINE}.tensor_parallel_size=2"], "on [0, 1] and trainer.device=cuda:"),
+        (list(VLLM_NCCL), "trainer and engines on cuda:0: NCCL needs a GPU per process"),
+        ([*VLLM_NCCL, f"{ENGINE}.num_engines=2", f"{ENGINE}.devices=[1,1]"], "engines on cuda:1: NCCL"),
         ([*VLLM_GPUS, "trainer.strategy=fsdp2", "trainer.device=cuda"], f"Set {ENGINE}.executor=ray, or name"),
         (["data.generate=0"], "data.generate=0"),
         (

@@ -169,6 +169,20 @@ def test_engines_in_ray_do_not_get_the_gpu_of_a_trainer_in_this_process(reserved
     assert sorted(gpu for gpus in ray.get(of_engines) for gpu in gpus) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_ranks_get_the_gpus_behind_those_of_engines_in_processes(reserved: list[Reservation]) -> None:
+    ranks = [*FSDP, "trainer.fsdp.num_workers=4", "trainer.device=cuda"]
+    engines = f"{ENGINE}={{backend: vllm, device: cuda, num_engines: 4, devices: [%s]}}"
+    needs = _reserved_actors(compose("quickstart", [*ranks, engines % "4,5,6,7"]))
+    assert needs is not None
+    with pytest.raises(ConfigError, match=r"4 ranks .* own processes, which have the GPUs up to number 7, leave"):
+        Reservation(needs, TIME_S, "less")
+    needs = _reserved_actors(compose("quickstart", [*ranks, engines % "0,1,2,3"]))
+    assert needs is not None
+    reserved.append(Reservation(needs, TIME_S, "less"))
+    of_ranks = [visible_gpus.options(**each.options()).remote() for each in reserved[0].placements(POLICY_RANKS)]
+    assert sorted(gpu for gpus in ray.get(of_ranks) for gpu in gpus) == [4, 5, 6, 7]
+
+
 def test_a_gpu_of_this_process_that_ray_gave_to_another_job_is_an_error(reserved: list[Reservation]) -> None:
     reserved.append(Reservation(needs_of((POLICY_RANKS, 1, 1.0)), TIME_S, "less"))
     (first,) = ray.get(
