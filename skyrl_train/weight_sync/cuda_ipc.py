@@ -42,6 +42,9 @@ class CudaIpcTransport(WeightTransport):
         self._device = torch.device(device)
         self._verify = verify
         self._areas = DoubleBuffer(functools.partial(DeviceStaging, self._device))
+        self._shared: list[
+            tuple[bytes, int]
+        ] = []  # since the last release: where torch counts who may still use a copy
 
     def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
         """Copy the weights, cast, into the older of the two staging areas.
@@ -53,6 +56,7 @@ class CudaIpcTransport(WeightTransport):
         specs, staging = pack(weights, self._dtype, area)
         torch.cuda.synchronize(self._device)  # another process does not wait for this one's streams
         handle: Sequence[Any] = staging.untyped_storage()._share_cuda_()  # of numbers and bytes
+        self._shared.append((handle[4], handle[5]))
         parts = [{"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part for part in handle]
         gpu = str(torch.cuda.get_device_properties(staging.device).uuid)
         return WeightUpdate(
@@ -72,8 +76,13 @@ class CudaIpcTransport(WeightTransport):
 
     def release(self) -> bool:
         """See :meth:`WeightTransport.release`."""
+        # torch keeps what was shared until it was opened and closed. Nobody may have done so: an engine has died, or only one of
+        # another GPU had to catch up.
+        for counter in self._shared:
+            torch.UntypedStorage._release_ipc_counter_cuda(*counter)
+        self._shared.clear()
         self._areas.release()
-        torch.cuda.ipc_collect()  # memory that was shared is kept until its receivers have closed it
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
         return True
 

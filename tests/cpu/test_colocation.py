@@ -674,3 +674,31 @@ def test_each_engine_opens_the_copy_on_its_own_gpu(monkeypatch: pytest.MonkeyPat
     assert opened == [[0, b"B", 64], [1, b"A", 64]]
     with pytest.raises(EngineError, match="lies on GPU gpu-a, gpu-b, this engine serves from gpu-z"):
         open_device_memory(merged, torch.device("cuda:2"))
+
+
+def test_copies_that_no_engine_opens_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch frees shared memory when its counter is down. It begins at one, for the receiver that closes the memory."""
+    counters: dict[tuple[bytes, int], int] = {}
+
+    def share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        counter = b"/torch_counters", len(counters)
+        counters[counter] = 1
+        return 0, b"memory", storage.nbytes(), 0, *counter, b"event", True
+
+    def release(*counter: Any) -> None:
+        counters[counter] -= 1
+
+    def collect() -> None:
+        assert not any(counters.values())
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="gpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", collect)
+    transport = CudaIpcTransport(device="cpu")
+    for _ in range(2):
+        for version in range(3):
+            transport.gather([("weight", torch.ones(4))], version)
+        assert transport.release()
+    assert len(counters) == 6
