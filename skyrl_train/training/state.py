@@ -27,7 +27,7 @@ from skyrl_train.errors import CheckpointError, first_line
 from skyrl_train.models.lora import FINGERPRINT
 from skyrl_train.runtime.checksums import ChecksumWriter
 from skyrl_train.weight_sync.disk import raw_bytes, safetensors_header
-from skyrl_train.weight_sync.pinning import Registration
+from skyrl_train.weight_sync.pinning import Registration, using
 from skyrl_train.weight_sync.update import TensorSpec
 
 POLICY_FILE = "policy.safetensors"
@@ -145,7 +145,7 @@ def _copy(copies: Copies, queued: torch.cuda.Event | None) -> None:
         if source.is_cuda and source.numel():
             buffer.registration.cover(buffer.tensor, device)
     stream = torch.cuda.Stream(device)  # beside the stream in which training continues
-    with torch.cuda.stream(stream):
+    with using(stream):
         stream.wait_event(queued)
         for source, buffer in copies:
             buffer.tensor.copy_(source, non_blocking=True)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from skyrl_train.weight_sync.pinning import using
+
 GLOO, NCCL = "gloo", "nccl"
 TRAINER_RANK = 0
 # Buckets under way at once. NCCL is asked for several, so that none waits for the host. gloo cannot end those that wait when the
@@ -80,7 +82,7 @@ class BroadcastGroup:
         if group is None:
             return "the group was left"
         try:
-            with torch.cuda.stream(self._stream):
+            with using(self._stream):
                 for bucket in staging.split(bucket_bytes):
                     under_way.append(group.broadcast(bucket, TRAINER_RANK))
                     if len(under_way) == self._in_flight:

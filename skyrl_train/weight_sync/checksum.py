@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from skyrl_train.runtime.checksums import checksum_text, combine, power_of_x, times
+from skyrl_train.weight_sync.pinning import using
 
 MAX_THREADS = 16
 MIN_PART_BYTES = 1 << 22  # a thread is not worth less
@@ -81,7 +82,7 @@ def _chunks(words: torch.Tensor, size: int, device: torch.device) -> Iterator[to
     for number, part in enumerate(parts):
         turn = number % 2
         copies.wait_event(used[turn])
-        with torch.cuda.stream(copies):
+        with using(copies):
             buffers[turn].copy_(part, non_blocking=True)
         compute.wait_stream(copies)
         yield buffers[turn]

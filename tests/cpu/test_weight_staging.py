@@ -148,3 +148,46 @@ def test_a_device_gets_one_copy_of_the_version_and_none_while_it_grows(monkeypat
     for _ in range(2):
         pack([(f"w{index}", torch.zeros(1000)) for index in range(20)], "float32", area)
     assert made == [20 * 4032]
+
+
+def test_a_thread_that_uses_a_stream_of_another_gpu_takes_nothing_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA takes memory of each GPU that becomes a thread's current one. A thread begins on the first."""
+    current, taken = [0], list[int]()
+
+    def become(index: int) -> None:
+        current[0] = index
+        taken.append(index)
+
+    class Device:
+        """``torch.cuda.device``, which returns to a GPU that was not used before only in its own books."""
+
+        def __init__(self, device: torch.device) -> None:
+            self._index = device.index or 0
+
+        def __enter__(self) -> None:
+            self._before = current[0]
+            become(self._index)
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self._before
+
+    class OfStream:
+        """``torch.cuda.stream``, which returns to the stream of the GPU before, and so to that GPU."""
+
+        def __init__(self, stream: SimpleNamespace) -> None:
+            self._index = stream.device.index
+
+        def __enter__(self) -> None:
+            self._before = current[0]
+            if self._index != self._before:
+                become(self._index)
+
+        def __exit__(self, *_: object) -> None:
+            if self._index != self._before:
+                become(self._before)
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "stream", OfStream)
+    with pinning.using(SimpleNamespace(device=torch.device("cuda", 1))):  # type: ignore[arg-type]
+        assert current == [1]
+    assert current == [0] and taken == [1]
