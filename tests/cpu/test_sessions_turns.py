@@ -219,10 +219,11 @@ def test_a_message_that_a_program_wrote_where_nothing_was_sampled_is_no_drift() 
     assert not session.plan([user("1"), assistant("written"), user("2")]).drifted
 
 
-def test_a_template_that_cannot_be_extended_is_rendered_and_counted_as_drift() -> None:
+@pytest.mark.parametrize("answer", ["yo", ""])  # empty: a response that only reasons
+def test_a_template_that_cannot_be_extended_is_rendered_and_counted_as_drift(answer: str) -> None:
     session = Session("s", ReadableRenderer(extends=False))
-    ask(session, [user("hi")], "yo")
-    history = [user("hi"), assistant("yo"), user("more")]
+    ask(session, [user("hi")], answer)
+    history = [user("hi"), assistant(answer), user("more")]
     plan = session.plan(history)
     assert plan.prompt_token_ids == ReadableRenderer().render(history)
     assert (plan.reused_tokens, plan.drifted) == (0, True)

@@ -133,6 +133,7 @@ class Match:
         node, turn: the last sampled answer of the longest recorded prefix: its node and its turn. None: no turn is
             continued.
         length: number of messages up to and including that answer.
+        answers: number of sampled answers among these messages, equal ones of several turns once.
         rewritten: number of later messages that repeat or replace answers of this session at positions where their
             tokens cannot be reused.
     """
@@ -140,6 +141,7 @@ class Match:
     node: int | None
     turn: int | None
     length: int
+    answers: int
     rewritten: int
 
 
@@ -172,7 +174,7 @@ class MessageTree:
         root = self._latest.get(setting)
         here = [] if root is None else [root]
         sampled: list[int] = []
-        length, answered_otherwise = 0, False
+        length, count, answered_otherwise = 0, 0, False
         for index, message in enumerate(messages):
             below = [child for node in here for child in self._equal_children(node, message)]
             if not below:
@@ -184,12 +186,12 @@ class MessageTree:
             here = below
             answers = [node for node in here if node in self._turn_of]
             if answers:
-                sampled, length = answers, index + 1
+                sampled, length, count = answers, index + 1, count + 1
         rewritten = self.count_answers(messages[length:]) + answered_otherwise
         if not sampled:
-            return Match(None, None, 0, rewritten)
+            return Match(None, None, 0, 0, rewritten)
         node = min(sampled, key=lambda node: (len(self._turns.turns[self._turn_of[node]].children), -node))
-        return Match(node, self._turn_of[node], length, rewritten)
+        return Match(node, self._turn_of[node], length, count, rewritten)
 
     def count_answers(self, messages: Sequence[CanonicalMessage]) -> int:
         """Return how many of these messages equal an answer that this session sampled."""

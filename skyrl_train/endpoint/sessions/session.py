@@ -225,7 +225,7 @@ class Session:
             # Tokens decide which turn is extended: the rendering may start with exactly what was sampled.
             parent = self._turns.longest_prefix(prompt)
             # Repeated answers beyond the turns on the extended path were not reused: the request has drifted.
-            lost = self._messages.count_answers(history[: match.length]) + rewritten
+            lost = max(match.answers, self._messages.count_answers(history[: match.length])) + rewritten
             position = _MessagePosition(setting, None, history)
             if parent is None:
                 plan = TurnPlan(prompt, 0, None, position, lost > 0, prefill)
