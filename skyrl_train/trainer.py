@@ -477,6 +477,7 @@ class PPOTrainer:
         # Before the last step, a checkpoint of the same step is not enough: since then, groups have finished or failed and
         # unfinished ones have sampled more tokens.
         if self.saving.step != self.global_step or self.global_step < self.plan.total_steps:
+            self.phase.enter(f"writes the checkpoint of step {self.global_step}")
             await self.saving.begin()
             await self.saving.written()
 
@@ -539,6 +540,7 @@ class PPOTrainer:
     async def evaluate_last_policy(self) -> None:
         """After the last step, evaluate the final policy, unless that has been done."""
         if self.finished:
+            self.phase.enter("evaluates the final policy")
             # An evaluation that runs must end before the engines get other weights.
             await self.evaluation.hold()
             if self.components.client.policy_version != self.global_step:  # the last step was not due for a weight sync
@@ -548,6 +550,7 @@ class PPOTrainer:
     async def export_policy(self) -> None:
         """After the last step, write the policy as a folder that ``transformers`` opens."""
         if self.components.export_folder is not None and self.finished:
+            self.phase.enter("exports the final policy")
             await self.training.run(self.components.backend.export_hf, self.components.export_folder)
 
     # Supervision and closing --------------------------------------------------------------------------------------

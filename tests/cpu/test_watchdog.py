@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from harness import TOKENIZER
+from harness import TOKENIZER, Harness
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import ScriptedEngine, settle
@@ -150,6 +152,20 @@ def test_a_phase_has_a_name_and_an_age() -> None:
     phase.enter("training step 3")
     time.now = 905.0
     assert phase.describe() == "the trainer training step 3, for 900 s"
+
+
+async def test_a_report_at_the_end_says_what_a_run_still_does(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, "trainer.mode=sync", "trainer.max_steps=1")
+    harness.trainer.components = replace(harness.trainer.components, export_folder=tmp_path / "policy")
+    said: list[str] = []
+
+    def busy(*_: object) -> dict[str, str]:
+        said.append(harness.trainer.describe()[0].partition(",")[0])
+        return {}
+
+    harness.backend.save = harness.backend.export_hf = busy  # type: ignore[method-assign, assignment]
+    await harness.train()
+    assert said == ["the trainer writes the checkpoint of step 1", "the trainer exports the final policy"]
 
 
 # The loop monitor -----------------------------------------------------------------------------------------------------
