@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from vllm_engines import CONTEXT, PROMPT, SLOTS, TOLERANCE, Served, greedy_after, request, save_folder, tiny_model
+from vllm_engines import CONTEXT, LORA, PROMPT, SLOTS, TOLERANCE, Served, greedy_after, request, save_folder, tiny_model
 from vllm_engines import token_logprobs as reference
 from vllm_loading_worlds import fails, in_vllm_process, loads
 
@@ -55,10 +55,10 @@ def test_a_loader_that_fails_in_place_is_not_used_again(vllm_forks: None) -> Non
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def unpacked_vllm(vllm_forks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
-    """An engine of two ranks that compute with their parameters."""
+    """An engine of two ranks that compute with their parameters; it takes users' adapters, so that vLLM wraps its layers."""
     monkeypatch.setattr(arguments, "WORKER_EXTENSION", "vllm_unpacked.UnpackedExtension")
     folder = save_folder(tmp_path / "model")
-    engine = VLLMEngine(folder, tensor_parallel_size=2, max_model_len=CONTEXT, max_num_seqs=SLOTS)
+    engine = VLLMEngine(folder, tensor_parallel_size=2, max_model_len=CONTEXT, max_num_seqs=SLOTS, **LORA)
     served = Served(engine, folder, False, SharedMemoryTransport(verify=True))
     await engine.start()
     yield served
