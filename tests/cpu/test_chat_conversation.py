@@ -82,6 +82,19 @@ def test_a_tool_result_extends_the_sampled_tokens(family: str) -> None:
     assert "7" in tokenizer_of(family).decode(extended[len(prompt) + len(response) :])
 
 
+def test_a_mark_of_the_next_role_that_ended_the_answer_is_not_repeated() -> None:
+    """As GLM has it: no token ends a turn but the mark of the next one."""
+    chat = renderer(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    prompt, answer = chat.render([ASK]), chat.encode("Two.")
+    (mark,) = chat.encode("<|im_start|>")
+    following = chat.extend(prompt, answer, [ASK])
+    assert chat.extend(prompt, [*answer, mark], [ASK]) == following
+    assert following[len(prompt) + len(answer)] == mark
+
+
 def test_arguments_of_the_template_reach_it() -> None:
     assert text(renderer(OPEN), [ASK], template_kwargs={"opening": "<think>"}).endswith("assistant\n<think>")
     assert text(chat_renderer(QWEN), [ASK], (), {"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")

@@ -218,6 +218,10 @@ class ChatRenderer:
             ),
             0,
         )
+        # Or the mark of the next role, where that ends a turn (GLM).
+        mark = following[0] if self._template and following else None
+        if not repeated and mark in self._vocabulary.special and list(response_ids[-1:]) == [mark]:
+            repeated = 1
         return previous + following[repeated:].tolist()
 
     def _following_json(self, key: str) -> tuple[array[int], Sequence[int]]:
