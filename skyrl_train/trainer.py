@@ -32,7 +32,7 @@ from skyrl_train.colocation import Colocation
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import CheckpointError, NonFiniteStepsError, StalenessError
+from skyrl_train.errors import CheckpointError, GeneratorOutputError, NonFiniteStepsError, StalenessError
 from skyrl_train.evaluation.engines import EvaluationEngines, SharedEngines
 from skyrl_train.evaluation.runner import Evaluation
 from skyrl_train.events.log import NO_EVENTS, EventLog
@@ -486,6 +486,9 @@ class PPOTrainer:
         # Before the start nothing is trained; after a failed update the weights may have half of a step.
         if self.training.weights_in_doubt or not self._started:
             return
+        if isinstance(error, GeneratorOutputError):
+            # Training would reject these groups after each resume, whatever becomes of the generator.
+            self.rollout.discard_finished()
         try:
             await self.save_checkpoint()
         except Exception as second:

@@ -180,6 +180,12 @@ class RolloutManager:
         self.staleness.train(batch)
         self.prompts.settle([group.group_index for group in batch], "trained", batch)
 
+    def discard_finished(self) -> None:
+        """Forget all groups that have finished and are not trained: after a resume, their prompts are generated again."""
+        self.dispatcher.stop_admitting()
+        self.buffer.take(list(self.buffer))
+        self.staleness.discard_finished()
+
     def served(self, version: int) -> None:
         """Record that all engines serve ``version``. The depth may change, and the slots of generation with it.
 

@@ -482,7 +482,7 @@ def fail_at_step(h: Harness, step: int) -> None:
         raise ZeroDivisionError
 
 
-async def test_an_update_that_is_rejected_leaves_its_groups_to_be_trained_after_resuming(tmp_path: Path) -> None:
+async def test_groups_that_training_rejects_are_generated_again_after_resuming(tmp_path: Path) -> None:
     for mode in MODES:
         h = Harness(tmp_path / mode, f"trainer.mode={mode}")
 
@@ -496,6 +496,7 @@ async def test_an_update_that_is_rejected_leaves_its_groups_to_be_trained_after_
         again = Harness(tmp_path / mode, f"trainer.mode={mode}")
         await again.train()
         assert sorted(again.trained) == list(range(32))
+        assert len(again.generator.calls) == 32 - 8, "no group of the first run is left but those of its two steps"
 
 
 async def test_a_run_resumed_between_two_weight_sync_keeps_their_rhythm(tmp_path: Path) -> None:

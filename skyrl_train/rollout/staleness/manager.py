@@ -297,6 +297,12 @@ class StalenessManager:
         buffered = outcome == "dropped" and group_index not in self._running.versions
         self._leave(self._buffered if buffered else self._running, group_index, outcome)
 
+    def discard_finished(self) -> None:
+        """Forget all groups that have finished and are not trained, as if they had never been submitted."""
+        self.counts.submitted -= self.counts.buffered
+        self.counts.buffered = 0
+        self._buffered, self._selected = GroupsByVersion(), GroupsByVersion()
+
     def _leave(self, groups: GroupsByVersion, group_index: int, target: str) -> int:
         source = "running" if groups is self._running else "buffered"
         if group_index not in groups.versions:
