@@ -233,6 +233,11 @@ class AgentEndpoint:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
         return self._client.policy_version
 
+    def most_tokens(self, session_id: str | None) -> int | None:
+        """See :class:`~skyrl_train.inference.requests.GenerationService`."""
+        named = [call for call in self.calls if session_id in call.sessions]
+        return max((call.sampling.max_tokens for call in named or self.calls), default=None)
+
     async def complete(self, request: GenerationRequest) -> Generation:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
         request, run = self._as_configured(request)

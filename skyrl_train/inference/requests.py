@@ -92,6 +92,10 @@ class GenerationService(Protocol):
     def policy_version(self) -> int:
         """The version that every routed engine holds; -1 before the first weight sync."""
 
+    def most_tokens(self, session_id: str | None) -> int | None:
+        """Return how many tokens a response in this session has at most, whatever is asked for; None: no such limit."""
+        return None
+
     @abstractmethod
     async def complete(self, request: GenerationRequest) -> Generation:
         """Sample one response to its end, across updates and engine failures. Cancelling the caller cancels it.

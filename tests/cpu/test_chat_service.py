@@ -23,7 +23,7 @@ from skyrl_train.inference.chat import service as chat_service
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import EngineCapabilities, SamplingParams, StopReason, StructuredOutput
-from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest
+from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
 from skyrl_train.types import PauseMode
 
 QWEN = "Qwen/Qwen3-0.6B"
@@ -33,7 +33,7 @@ CONTEXT = 4000
 
 
 @dataclass
-class Scripted:
+class Scripted(GenerationService):
     """A generation service whose responses are texts, one per choice; chunks come when ``release`` says so."""
 
     texts: Sequence[str] = ("Hello.<|im_end|>",)

@@ -189,6 +189,19 @@ async def test_completions_without_messages_are_sampled_by_the_run_too() -> None
         assert {params.temperature for params in it.sampled_with} == {0.7}
 
 
+async def test_an_agent_may_ask_for_more_tokens_than_the_context_has() -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        model = Model(base_url, api_key)
+        await model.answer(prompt, max_tokens=32_000)
+        await model.post("/completions", model="policy", prompt="go", max_tokens=32_000)
+        return 1.0
+
+    async with harness(max_tokens=6) as it:
+        await it.samples(run)
+        assert it.client.capabilities.max_model_len < 32_000
+        assert [params.max_tokens for params in it.sampled_with] == [6, 6], "the smaller of the agent's and the run's"
+
+
 # Rewards ------------------------------------------------------------------------------------------------------------
 
 

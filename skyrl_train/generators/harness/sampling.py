@@ -103,6 +103,11 @@ class RunSampling:
         """The policy version of all routable engines."""
         return self._generation.policy_version
 
+    def most_tokens(self, session_id: str | None) -> int | None:
+        """See :class:`~skyrl_train.inference.requests.GenerationService`."""
+        session = self.sessions.get(session_id or "")
+        return None if session is None else session.run.max_tokens
+
     async def complete(self, request: GenerationRequest) -> Generation:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
         session = self.sessions.get(request.session_id or "")

@@ -322,11 +322,13 @@ class CompletionRun:
         requests = []
         if self._params.structured is not None and self._client.capabilities.grammar_continuation:
             await check_grammar(self._params.structured, self._grammar_field)
-        least = 1 if self._fill_context else self._params.max_tokens  # of each response
+        asked, most = self._params.max_tokens, self._generation.most_tokens(self._session_id)
+        asked = min(asked, asked if most is None else most)
+        least = 1 if self._fill_context else asked  # of each response
         for prompt in self._prompts:
             check_characters(prompt if isinstance(prompt, str) else "", context, "prompt")
             token_ids = await encode_prompt(self._client, prompt)
-            if len(token_ids) + max(least, self._params.min_tokens) > context:
+            if len(token_ids) + max(least, min(asked, self._params.min_tokens)) > context:
                 raise DialectError(
                     f"The prompt has {len(token_ids)} tokens; with max_tokens={least} that is beyond the context of {context}.",
                     "max_tokens",
@@ -334,8 +336,9 @@ class CompletionRun:
                 )
             plan = PromptPlan(token_ids) if session is None else session.plan_completion(token_ids)
             # Each response is a separate request, because it continues alone across weight updates.
-            max_tokens = context - len(token_ids) if self._fill_context else self._params.max_tokens
-            params = dataclasses.replace(self._params, n=1, max_tokens=max_tokens)
+            max_tokens = context - len(token_ids) if self._fill_context else asked
+            min_tokens = min(self._params.min_tokens, max_tokens)
+            params = dataclasses.replace(self._params, n=1, max_tokens=max_tokens, min_tokens=min_tokens)
             oldest = None if session is None else session.oldest_version
             for choice in range(self._params.n):
                 self._plans.append(plan)
