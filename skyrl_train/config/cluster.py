@@ -129,14 +129,16 @@ def nodes_for(needs: ClusterNeeds, gpus_per_node: int) -> int:
 
 
 def node_cpus(needs: ClusterNeeds, nodes: int, gpus_per_node: int) -> int:
-    """Return the CPUs of each node, enough for any way in which Ray may spread the actors over the GPUs."""
-    on_gpus = [
-        min(each.number, math.floor(gpus_per_node / each.gpus + 1e-9)) * each.cpus for each in needs.actors if each.gpus
-    ]
+    """Return the CPUs of each node, enough for any way in which the actors may be spread over the GPUs."""
+    free, reserved = float(gpus_per_node), 0.0
+    # A node needs the most if its GPUs are given to the actors with the most CPUs for each GPU.
+    for each in sorted((each for each in needs.actors if each.gpus), key=lambda each: -each.cpus / each.gpus):
+        number = min(each.number, free / each.gpus)
+        free, reserved = free - number * each.gpus, reserved + number * each.cpus
     without = [each for each in needs.actors if not each.gpus]
     share = sum(each.number * each.cpus for each in without) / nodes
-    reserved = max(on_gpus, default=0.0) + max([share, *(each.cpus for each in without)])
-    return math.ceil(reserved) + _COMMAND_CPUS + needs.engine_processes
+    reserved += max([share, *(each.cpus for each in without)])
+    return math.ceil(round(reserved, 4)) + _COMMAND_CPUS + needs.engine_processes
 
 
 def node_memory(config: RunConfig, needs: ClusterNeeds, memory: MemoryEstimate | None, nodes: int) -> int:

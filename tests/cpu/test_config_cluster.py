@@ -65,6 +65,8 @@ def test_an_actor_has_its_gpus_on_one_node(gpus: list[float], per_node: int, nod
 def test_a_node_has_cpus_for_any_actors_that_fit_its_gpus_and_for_the_command() -> None:
     ranks, engines = RayActors("ranks", 16, 4.0, 1.0), RayActors("engines", 4, 6.0, 4.0)
     assert node_cpus(ClusterNeeds(0, 0, (ranks, engines)), 4, 8) == 8 * 4 + 2  # eight ranks, and the command
+    halves = RayActors("ranks", 4, 1.0, 1.0), RayActors("engines", 4, 1.0, 1.0)
+    assert node_cpus(ClusterNeeds(0, 0, halves), 1, 8) == 4 + 4 + 2  # ranks and engines, on the same node
     rollouts = RayActors("rollout actors", 10, 1.0, 0.0)
     assert node_cpus(ClusterNeeds(0, 0, (ranks, rollouts)), 4, 8) == 8 * 4 + 3 + 2  # 2.5 rollout actors
     assert node_cpus(ClusterNeeds(1, 3, ()), 1, 1) == 2 + 3
