@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import math
@@ -214,10 +215,11 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def _numbered_folders(runs_dir: Path, run_name: str) -> dict[int, Path]:
-    pattern = re.compile(re.escape(run_name) + r"-(\d+)")
-    if not runs_dir.is_dir():
+    group, _, name = run_name.rpartition("/")  # a name such as sums/seed-0 puts runs into a folder of their own
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    if not (runs_dir / group).is_dir():
         return {}
-    matches = ((pattern.fullmatch(folder.name), folder) for folder in runs_dir.iterdir() if folder.is_dir())
+    matches = ((pattern.fullmatch(folder.name), folder) for folder in (runs_dir / group).iterdir() if folder.is_dir())
     return {int(match.group(1)): folder for match, folder in matches if match}
 
 
@@ -251,11 +253,20 @@ def _lock(folder: Path) -> FileIO:
     resolved = folder.resolve()
     if resolved in _locked_here:
         raise ConfigError(f"This process trains in {folder} already. Give the second run another trainer.run_dir.")
-    file = FileIO(folder / LOCK, "a+")
+    place = "Set trainer.runs_dir or trainer.run_dir to"
+    try:
+        file = FileIO(folder / LOCK, "a+")
+    except OSError as error:
+        raise ConfigError(f"{folder / LOCK} cannot be opened: {error.strerror}. {place} a writable place.") from error
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise ConfigError(
+                f"The file system of {folder} has no locks ({error.strerror}), which keep a second process out of the run. "
+                f"{place} a folder on another one, or have it mounted with locks (Lustre: -o flock)."
+            ) from error
         raise ConfigError(
             f"Another process trains in {folder}. Wait for it, or give this run another trainer.run_dir or run_name."
         ) from error

@@ -65,6 +65,14 @@ def test_the_same_command_continues_an_unfinished_run(tmp_path: Path) -> None:
     assert run(config_of(tmp_path)) == (tmp_path / "run-1", True, False)
 
 
+def test_a_name_with_a_folder_is_numbered_and_continued_in_that_folder(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    config.trainer.run_name = "sums/seed-0"
+    assert run(config) == (tmp_path / "sums" / "seed-0-1", False, False)
+    assert run(config, finish=True) == (tmp_path / "sums" / "seed-0-1", True, False)
+    assert run(config) == (tmp_path / "sums" / "seed-0-2", False, False)
+
+
 def test_another_configuration_starts_another_run_and_leaves_the_first_to_be_continued(tmp_path: Path) -> None:
     run(config_of(tmp_path))
     assert run(config_of(tmp_path, seed=1)) == (tmp_path / "run-2", False, False)
@@ -375,6 +383,20 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
     process.communicate()
     assert not trains_now(tmp_path)
     RunFolder(tmp_path, RunConfig()).close()
+
+
+def test_a_file_system_without_locks_is_not_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.lockf", no_locks)
+        with pytest.raises(ConfigError, match=r"has no locks .Function not implemented.*a folder on another one"):
+            RunFolder(tmp_path, RunConfig())
+    (tmp_path / "run.lock").unlink()
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"run.lock cannot be opened: Is a directory. Set trainer.runs_dir"):
+        RunFolder(tmp_path, RunConfig())
 
 
 def test_a_killed_run_can_be_resumed_at_once_even_if_a_child_of_it_lives_on(tmp_path: Path) -> None:
