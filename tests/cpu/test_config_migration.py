@@ -369,6 +369,21 @@ CORRECTION = "trainer.algorithm.off_policy_correction"
     [
         (
             "verl",
+            ["data.train_batch_size=1024", "actor_rollout_ref.actor.ppo_mini_batch_size=256", "trainer.total_training_steps=100",
+             "trainer.test_freq=5", "trainer.save_freq=20", "actor_rollout_ref.actor.optim.lr_warmup_steps=10"],
+            {"trainer.train_batch_size": 1024, "trainer.policy_mini_batch_size": 256, "trainer.max_steps": 400,
+             "trainer.eval.interval": 20, "trainer.ckpt_interval": 80,
+             "trainer.policy.optimizer_config.num_warmup_steps": 40},
+        ),
+        (
+            "verl",
+            ["data.train_batch_size=0", "actor_rollout_ref.actor.ppo_mini_batch_size=256", "trainer.total_training_steps=100",
+             "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.05"],
+            {"trainer.train_batch_size": None, "trainer.max_steps": 100,
+             "trainer.policy.optimizer_config.num_warmup_steps": 5},
+        ),
+        (
+            "verl",
             ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.01",
              "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "data.max_response_length=99",
              "async_training.partial_rollout=false", "trainer.n_gpus_per_node=4", "trainer.nnodes=2", "trainer.test_freq=-1"],

@@ -24,6 +24,7 @@ from skyrl_train.config.migration.table import (
     unless_none,
     without,
 )
+from skyrl_train.config.schema import TrainerConfig
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 _THEIR_CORRECTION, _OUR_CORRECTION = "algorithm.rollout_correction", "trainer.algorithm.off_policy_correction"
@@ -31,15 +32,28 @@ _ENGINE = "generator.inference_engine"
 _LEVELS = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _NO_KL_ESTIMATOR = "there are the estimators k1, k2 and k3"
+_BATCHES = "there batches, here minibatches"
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 
 
-def _or_0(value: Any, theirs: Theirs) -> Any:
-    return 0 if value is None or value < 0 else value
+def _minibatches(theirs: Theirs) -> int:
+    """Return the optimizer steps in a step of verl, which is a batch but where the trainer is asynchronous."""
+    minibatch = theirs.get(f"{_ACTOR}.ppo_mini_batch_size", TrainerConfig().policy_mini_batch_size)
+    if not minibatch or theirs.get("trainer.v1.trainer_mode", "sync") != "sync":
+        return 1
+    return max(1, int(theirs.get("data.train_batch_size") or 0) // int(minibatch))
+
+
+def _steps(value: Any, theirs: Theirs) -> Any:
+    return None if value is None else int(value) * _minibatches(theirs)
+
+
+def _steps_or_0(value: Any, theirs: Theirs) -> Any:
+    return 0 if value is None or value < 0 else int(value) * _minibatches(theirs)
 
 
 def _warmup(value: Any, theirs: Theirs) -> Any:
-    steps = theirs.get("trainer.total_training_steps")
+    steps = _steps(theirs.get("trainer.total_training_steps"), theirs)
     if not value or (theirs.get(f"{_ACTOR}.optim.lr_warmup_steps") or 0) > 0:
         return UNSET
     return share_of_steps(value, steps)
@@ -138,14 +152,14 @@ _SETTINGS: list[Setting] = [
     Setting(
         "actor_rollout_ref.actor.optim.lr_warmup_steps",
         "trainer.policy.optimizer_config.num_warmup_steps",
-        "-1: 0",
+        f"-1: 0; {_BATCHES}",
         UNSET,
-        _or_0,
+        _steps_or_0,
     ),
     Setting(
         f"{_ACTOR}.optim.lr_warmup_steps_ratio",
         "trainer.policy.optimizer_config.num_warmup_steps",
-        "of trainer.total_training_steps, without lr_warmup_steps",
+        f"of trainer.total_training_steps, without lr_warmup_steps; {_BATCHES}",
         UNSET,
         _warmup,
     ),
@@ -376,12 +390,18 @@ _SETTINGS: list[Setting] = [
         },
     ),
     Setting("data.train_files", "data.train_data", "", UNSET, data_files),
+    Setting(
+        "data.train_batch_size",
+        "trainer.train_batch_size",
+        "0, of its asynchronous trainer: null",
+        UNSET,
+        lambda value, theirs: value or None,
+    ),
     Setting("data.val_files", "trainer.eval.eval_data", "", UNSET, data_files),
     *other_names(
         "data.",
         {
             "prompt_key": "data.prompt_key",
-            "train_batch_size": "trainer.train_batch_size",
             "max_prompt_length": "generator.max_input_length",
             "max_response_length": "generator.sampling_params.max_tokens",
         },
@@ -416,7 +436,13 @@ _SETTINGS: list[Setting] = [
             "cliprange_value": "trainer.algorithm.value_clip",
         },
     ),
-    Setting("critic.optim.lr_warmup_steps", "trainer.critic.optimizer_config.num_warmup_steps", "-1: 0", UNSET, _or_0),
+    Setting(
+        "critic.optim.lr_warmup_steps",
+        "trainer.critic.optimizer_config.num_warmup_steps",
+        f"-1: 0; {_BATCHES}",
+        UNSET,
+        _steps_or_0,
+    ),
     Setting(
         "trainer.device",
         "trainer.device",
@@ -446,7 +472,6 @@ _SETTINGS: list[Setting] = [
         "trainer.",
         {
             "total_epochs": "trainer.epochs",
-            "total_training_steps": "trainer.max_steps",
             "val_before_train": "trainer.eval.before_train",
             "default_local_dir": "trainer.run_dir",
             "experiment_name": "trainer.run_name",
@@ -459,8 +484,9 @@ _SETTINGS: list[Setting] = [
         UNSET,
         checkpoints_to_keep,
     ),
-    Setting("trainer.test_freq", "trainer.eval.interval", "-1: 0", UNSET, _or_0),
-    Setting("trainer.save_freq", "trainer.ckpt_interval", "-1: 0", UNSET, _or_0),
+    Setting("trainer.total_training_steps", "trainer.max_steps", _BATCHES, UNSET, _steps),
+    Setting("trainer.test_freq", "trainer.eval.interval", f"-1: 0; {_BATCHES}", UNSET, _steps_or_0),
+    Setting("trainer.save_freq", "trainer.ckpt_interval", f"-1: 0; {_BATCHES}", UNSET, _steps_or_0),
     Setting(
         "trainer.resume_mode",
         "trainer.resume",
