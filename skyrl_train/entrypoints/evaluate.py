@@ -11,8 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from skyrl_train.config import derive
 from skyrl_train.config.compose import with_overrides
 from skyrl_train.config.import_path import forget_files
+from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.entrypoints.generation import started_generation, without_trainer
 from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
@@ -55,11 +58,7 @@ def evaluate(
             policy = str(Path(folder) / "model")
             step = export_checkpoint(run, which, Path(policy))
             console.print(f"the policy after step {step} of {run}", markup=False, highlight=False, soft_wrap=True)
-        trainer = config.trainer
-        model = replace(trainer.policy.model, path=policy)
-        settings = replace(trainer.eval, interval=trainer.eval.interval or 1)  # else there would be no prompts
-        trainer = replace(trainer, policy=replace(trainer.policy, model=model), eval=settings)
-        inputs = load_inputs(without_trainer(replace(config, trainer=trainer)))
+        inputs = load_inputs(for_evaluation(config, policy))
         check_implementations(inputs.config)
         print_warnings(inputs, console, strict=False)
         result = asyncio.run(_evaluate(inputs, policy))
@@ -67,6 +66,26 @@ def evaluate(
     for name, value in result.metrics.items():
         console.print(f"{name} {value:g}", markup=False, highlight=False)
     return result
+
+
+def for_evaluation(config: RunConfig, policy: str) -> RunConfig:
+    """Return ``config`` with what the evaluation of the model folder ``policy`` alone needs.
+
+    The schedule of a run's evaluations, engines beside the run's, and the choice of a best checkpoint do not count here.
+
+    Raises:
+        ConfigError: a setting cannot work.
+    """
+    trainer = config.trainer
+    model, settings = replace(trainer.policy.model, path=policy), replace(trainer.eval, best_metric=None)
+    trainer = replace(trainer, policy=replace(trainer.policy, model=model), eval=settings)
+    config = without_trainer(replace(config, trainer=trainer))
+    if settings.interval:
+        return config
+    raise_errors(validate(config).errors)  # the interval below relies on valid sizes
+    # Without an interval there would be no prompts.
+    settings = replace(settings, interval=derive.weight_sync_interval(config), num_engines=0)
+    return replace(config, trainer=replace(config.trainer, eval=settings))
 
 
 async def _evaluate(inputs: RunInputs, model_path: str) -> EvaluationResult:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.config import derive
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema import LoraConfig, RunConfig
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.runtime.concurrency import close_all
 
@@ -36,16 +36,15 @@ def without_trainer(config: RunConfig) -> RunConfig:
     """Return ``config`` for generation alone: in this process, by whole weights that are loaded from a folder to the CPU."""
     generator, model = config.generator, config.trainer.policy.model
     name = derive.weight_transport(config)
-    on_gpu = name in derive.TRANSPORTS and derive.TRANSPORTS[name].gpu
+    if name in derive.TRANSPORTS and derive.TRANSPORTS[name].gpu:
+        # Engines in Ray actors may be on other machines. The arguments of nccl are those of gloo.
+        name = "gloo" if name == "nccl" or generator.inference_engine.executor == "ray" else "shared_memory"
     return replace(
         config,
-        generator=replace(generator, weight_transport="shared_memory" if on_gpu else name),
+        generator=replace(generator, weight_transport=name),
         rollout=replace(config.rollout, num_actors=0, replay=False),
         # A fresh adapter computes what the base model does, and an exported one is merged.
-        trainer=replace(
-            config.trainer,
-            policy=replace(config.trainer.policy, model=replace(model, lora=replace(model.lora, rank=0))),
-        ),
+        trainer=replace(config.trainer, policy=replace(config.trainer.policy, model=replace(model, lora=LoraConfig()))),
     )
 
 

@@ -28,8 +28,11 @@ from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig, RunConfig
 from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.command_line import main
+from skyrl_train.entrypoints.evaluate import for_evaluation
+from skyrl_train.entrypoints.generation import without_trainer
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.errors import ConfigError
+from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
@@ -422,6 +425,28 @@ def test_what_cannot_be_exported_is_refused_with_the_steps_that_can(
     for part in ("not a run folder", "Steps: 2.", "is damaged: manifest.json is missing", "exists already", "--recipe"):
         assert part in told
     assert not (tmp_path / "new").exists()
+
+
+def test_an_evaluation_alone_needs_no_schedule_no_adapter_and_no_score_of_the_best_checkpoint() -> None:
+    of_the_run = [
+        "trainer.mode=sync", "trainer.policy_mini_batch_size=2", "trainer.train_batch_size=6",  # three steps to a sync
+        "trainer.eval.num_engines=1", "trainer.eval.best_metric=eval/pass@8", "trainer.policy.model.lora={rank: 4, alpha: 8}",
+    ]  # fmt: skip
+    config = for_evaluation(compose("quickstart", of_the_run), "some/model")
+    found = validate(config)
+    assert (found.errors, found.warnings) == ([], [])
+    assert len(load_evaluation_prompts(config)) == config.trainer.eval.generate > 0
+    with pytest.raises(ConfigError, match="policy_mini_batch_size=0"):
+        for_evaluation(compose("quickstart", ["trainer.policy_mini_batch_size=0"]), "some/model")
+
+
+@pytest.mark.parametrize(
+    ("executor", "transport", "expected"),
+    [("process", "cuda_ipc", "shared_memory"), ("ray", "cuda_ipc", "gloo"), ("process", "nccl", "gloo"), ("ray", "disk", "disk")],
+)  # fmt: skip
+def test_weights_from_the_cpu_reach_engines_on_other_machines_too(executor: str, transport: str, expected: str) -> None:
+    settings = [f"generator.inference_engine.executor={executor}", f"generator.weight_transport={transport}"]
+    assert without_trainer(compose("quickstart", settings)).generator.weight_transport == expected
 
 
 def test_without_a_run_dir_a_finished_run_is_followed_by_the_next_number(
