@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from skyrl_train.config.compose import BASE, to_yaml
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
 from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
-from skyrl_train.entrypoints.settings import read_settings
+from skyrl_train.entrypoints.settings import read_settings, texts
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.version import __version__
 
@@ -100,7 +100,9 @@ def launch(
     forget_files()
     inputs = load_inputs(read_settings(recipe, overrides, config_dir, library, console), download=False)
     config, memory, here = inputs.config, inputs.plan.memory, Path.cwd()
-    name = re.sub(r"[^a-z0-9]+", "-", config.trainer.run_name.lower())[:MAX_NAME].strip("-") or "run"
+    name = re.sub(r"[^a-z0-9]+", "-", config.trainer.run_name.lower()).strip("-")
+    # KubeRay and SkyPilot take only names that begin with a letter.
+    name = (name if name[:1].isalpha() else f"run-{name}")[:MAX_NAME].strip("-")
     if config.trainer.run_dir is None:
         # A job that starts again has to continue its run, also if it was stopped in the last moment: a numbered folder of a
         # finished run would be followed by the next number.
@@ -254,7 +256,9 @@ def _check_target(target: str, config: RunConfig, needs: ClusterNeeds, nodes: in
             "name it: trainer.runs_dir=/an/absolute/path."
         )
     local = [*config.data.train_data, *trainer.eval.eval_data, *config.environment.modules]
-    local += [path for path in (trainer.policy.model.path, trainer.critic.model.path) if path is not None]
+    paths = (trainer.policy.model.path, trainer.critic.model.path, config.generator.chat_template)
+    local += [path for path in paths if path is not None]
+    local += [file for text in texts(asdict(config)) if (file := text.partition(":")[0]).endswith(".py")]
     for path in map(Path, local):
         if path.exists() and not path.resolve().is_relative_to(Path.cwd()):
             raise ConfigError(f"{path} is outside of {Path.cwd()}, which is copied to the machines. Move it inside.")
@@ -297,7 +301,7 @@ RUN pip install --no-cache-dir uv
 {copy}RUN uv pip install --system --no-cache {backend}{shlex.join(job.requirements)}
 COPY . .
 # Models stay on the volume of the runs.
-ENV HF_HOME={runs}/.huggingface
+ENV HF_HOME={json.dumps(f"{runs}/.huggingface", ensure_ascii=False)}
 CMD {json.dumps(job.command)}
 """
 
@@ -314,8 +318,9 @@ def _slurm(job: Job) -> str:
             )
         ray = f"""
 # Ray: its head on this node, which is the first one, and the rest on the others. The port differs between jobs.
-address=$(hostname --ip-address)
-address=${{address%% *}}
+# Some systems resolve their own name to a loopback address, or to one of IPv6.
+address=$({{ hostname --ip-address; hostname --all-ip-addresses; }} | tr ' ' '\\n' |
+    awk '/^[0-9.]+$/ && !/^127\\./ && !found++')
 port=$((20000 + SLURM_JOB_ID % 20000))
 export RAY_ADDRESS="$address:$port"
 # Only this job's processes have the token. Without one, every user of the network could run code here.

@@ -67,7 +67,7 @@ def check_working_folder(recipe: str | Path, config: RunConfig) -> None:
     folder = Path(recipe).parent
     if not Path(recipe).is_file() or folder.resolve() == Path.cwd():
         return
-    for text in _texts(asdict(config)):
+    for text in texts(asdict(config)):
         name = text.partition(":")[0]  # of file.py:Name
         file = Path(name)
         looks_like_one = file.suffix and len(name) < 256 and not file.is_absolute()
@@ -78,9 +78,10 @@ def check_working_folder(recipe: str | Path, config: RunConfig) -> None:
             )
 
 
-def _texts(value: object) -> Iterator[str]:
+def texts(value: object) -> Iterator[str]:
+    """Yield the texts in a value of a configuration, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+            yield from texts(each)

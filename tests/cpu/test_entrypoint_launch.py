@@ -138,6 +138,18 @@ def test_what_does_not_fit_is_an_error_and_nothing_is_written(
     assert [path.name for path in here.rglob("*") if path.is_file()] == ["rows.jsonl", "big.yaml"]
 
 
+def test_code_that_is_not_copied_to_the_machines_is_an_error(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "judge.py").write_text("def reward(group):\n    return [0.0 for _ in group.samples]\n")
+    (here / "project").mkdir()
+    monkeypatch.chdir(here / "project")
+    given = ["quickstart", "rollout.stages.reward.function=../judge.py:reward"]
+    assert main(["launch", "docker", *given]) == 2
+    assert "../judge.py is outside of" in capsys.readouterr().err and not any((here / "project").iterdir())
+    launched("slurm", *given)  # trains in this folder itself
+
+
 RAY_JOB = ["ray", "quickstart", "rollout.num_actors=2", "trainer.runs_dir=/mnt/runs", "--folder", "job"]
 COMMANDS = {
     "sbatch job/slurm.sh": ["slurm", "quickstart", "--folder", "job"],
@@ -237,6 +249,17 @@ def test_kuberay_gets_alike_pods_with_a_shared_volume_and_enough_shared_memory(h
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"] and "workerGroupSpecs" not in job["spec"]["rayClusterSpec"]
 
 
+def test_the_name_of_a_job_begins_with_a_letter(here: Path) -> None:
+    launched("kuberay", "quickstart", "rollout.num_actors=2", "--image", "registry/mine:1", "trainer.run_name=7B_math")
+    claim, job = yaml.safe_load_all((here / "launch/run-7b-math/rayjob.yaml").read_text())
+    assert job["metadata"]["name"] == "run-7b-math" and claim["metadata"]["name"] == "run-7b-math-runs"
+
+
+def test_a_folder_of_runs_may_have_a_space(here: Path) -> None:
+    launched("docker", "quickstart", "trainer.runs_dir=my runs", "--folder", "cpu")
+    assert 'ENV HF_HOME="/workspace/my runs/.huggingface"\n' in (here / "cpu" / "Dockerfile").read_text()
+
+
 def run_in_bash(script: str, here: Path, programs: dict[str, str], **variables: str) -> tuple[int, list[str]]:
     """Run a script with scripted programs first in PATH; return its exit code and what they were called with."""
     (here / "bin").mkdir(exist_ok=True)
@@ -255,7 +278,7 @@ def run_in_bash(script: str, here: Path, programs: dict[str, str], **variables: 
 
 SLURM = {"SLURM_JOB_ID": "70001", "SLURMD_NODENAME": "node-1"}
 PROGRAMS = {
-    "hostname": "echo 10.0.0.1 10.0.0.2\n",
+    "hostname": 'case "$1" in --ip-address) echo fe80::1 127.0.1.1 ;; *) echo 10.0.0.1 172.17.0.1 fe80::1 ;; esac\n',
     "ray": BLOCKS,
     "srun": "",
     "scontrol": "",
