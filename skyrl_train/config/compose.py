@@ -21,7 +21,7 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -100,6 +100,15 @@ def with_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
         recipe = Path(folder) / "config.yaml"
         recipe.write_text(f"defaults: [{BASE}, _self_]\n{to_yaml(config)}", encoding="utf-8")
         return compose(str(recipe), overrides)
+
+
+def text_override(key: str, text: str) -> str:
+    """Return the override that sets ``key`` to ``text``. The text is quoted if hydra would read something else without."""
+    try:
+        is_read = OverridesParser.create().parse_override(f"{key}={text}").value() == text
+    except HydraException:
+        is_read = False
+    return f"{key}={text if is_read else QuotedString(text, Quote.single).with_quotes()}"
 
 
 def recipe_names(config_dir: str | Path | None = None) -> list[str]:

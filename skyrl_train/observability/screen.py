@@ -554,7 +554,9 @@ def train_command(program: str, arguments: Sequence[str], *, run_dir: str | None
         resumes: whether there is a run in ``run_dir``, which the command then resumes from its last checkpoint.
     """
     if run_dir is not None:
+        from skyrl_train.config.compose import text_override  # imports hydra
+
         dropped = ["trainer.run_dir", "trainer.resume_step", *(["trainer.resume"] if resumes else [])]
         kept = [argument for argument in arguments if argument.lstrip("+").partition("=")[0] not in dropped]
-        arguments = [*kept, f"trainer.run_dir={run_dir}"]
+        arguments = [*kept, text_override("trainer.run_dir", run_dir)]
     return f"{program} train {shlex.join(arguments)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import DataConfig, EnvironmentConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError
@@ -141,6 +143,16 @@ def test_prompts_that_the_alphabet_cannot_spell_are_refused(tmp_path: Path) -> N
     file = tmp_path / "calls.jsonl"
     file.write_text(json.dumps({"prompt": [{"role": "user", "content": "1"}, called]}))
     check_alphabet(load_dataset(DataConfig(train_data=[str(file)]), EnvironmentConfig()), "1")
+
+
+def test_the_alphabet_that_a_message_names_is_read_from_a_shell_as_it_is(tmp_path: Path) -> None:
+    text = 'It\'s "5$" {a}\\b!`\n'
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": text}))
+    data = DataConfig(train_data=[str(tmp_path / "data.jsonl")])
+    with pytest.raises(ConfigError) as told:
+        check_alphabet(load_dataset(data, EnvironmentConfig()), "x")
+    (setting,) = shlex.split(str(told.value).rpartition(": ")[2].removesuffix("."))
+    assert set(compose("quickstart", [setting]).trainer.policy.model.build.alphabet) == {*text, "x"}
 
 
 @pytest.mark.parametrize("generate", [0, -3])

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.observability.advice import Advice
 from skyrl_train.observability.failures import REASON_WIDTH
@@ -451,3 +452,9 @@ def test_the_command_that_trains_on_or_again_names_the_folder_and_drops_conflict
     assert train_command("skyrl-train", given, run_dir="elsewhere-2", resumes=False) == (
         "skyrl-train train quickstart trainer.resume=never trainer.seed=1 trainer.run_dir=elsewhere-2"
     )
+
+
+@pytest.mark.parametrize("folder", ["runs/lr=1e-4", "runs/Zahlen-größer-1", "runs/a (copy), 'old'"])
+def test_the_folder_in_a_printed_command_is_read_as_it_is(folder: str) -> None:
+    *_, given = shlex.split(train_command("skyrl-train", ["quickstart"], run_dir=folder))
+    assert compose("quickstart", [given]).trainer.run_dir == folder

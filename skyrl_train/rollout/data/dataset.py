@@ -22,12 +22,14 @@ import difflib
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from skyrl_train.config.compose import text_override
 from skyrl_train.config.schema import DataConfig, EnvironmentConfig, RunConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.environments.registry import resolve_environment
@@ -552,9 +554,12 @@ def _check_characters(records: Iterable[PromptRecord], alphabet: str, words: Seq
             used.update(content)
     unknown = used - set(alphabet)
     if unknown:
-        remedy = "".join(sorted(used | set(alphabet)))
+        # The last one is $: before { it would interpolate.
+        remedy = "".join(sorted(used | set(alphabet), key=lambda character: (character == "$", character)))
+        setting = text_override("trainer.policy.model.build.alphabet", remedy)
+        # For a shell, in double quotes where these change nothing: single ones may be in the setting.
+        given = shlex.quote(setting) if set(setting) & set('"$!\\`') else f'"{setting}"'
         raise ConfigError(
             f"The prompts contain {''.join(sorted(unknown))!r}, which trainer.policy.model.build.alphabet={alphabet!r} "
-            f"lacks. Set it to the characters of prompts and answers, here at least {remedy!r}: "
-            f"\"trainer.policy.model.build.alphabet='{remedy}'\"."
+            f"lacks. Set it to the characters of prompts and answers, here at least {remedy!r}: {given}."
         )
