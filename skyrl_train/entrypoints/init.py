@@ -320,7 +320,8 @@ def init(
         settings["trainer"]["policy"] = {"model": {"build": build}, "optimizer_config": rate}
         settings["generator"] |= {"max_input_length": context // 2, "sampling_params": {"max_tokens": length + 2}}
     else:
-        settings["trainer"]["policy"] = {"model": {"path": model}, "optimizer_config": {"lr": 1e-6}}
+        path = os.path.relpath(model, name) if Path(model).is_dir() else model
+        settings["trainer"]["policy"] = {"model": {"path": path}, "optimizer_config": {"lr": 1e-6}}
         settings["generator"] |= {"max_input_length": 1024, "sampling_params": {"max_tokens": 1024}}
     for section, values in SETTINGS[kind].items():
         settings[section] = settings.get(section, {}) | values
@@ -381,7 +382,9 @@ def ask_for_columns(
 def yaml_of(value: object, indent: str = "") -> str:
     """Return block yaml of mappings; lists and scalars are written as JSON, which quotes all texts."""
     if not isinstance(value, dict):
-        return f" {json.dumps(value, ensure_ascii=False)}\n"
+        # Yaml reads some characters as line breaks, and refuses others.
+        text = "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in json.dumps(value, ensure_ascii=False))
+        return f" {text}\n"
     inner = "".join(f"{indent}{key}:{yaml_of(each, indent + '  ')}" for key, each in value.items())
     return f"\n{inner}" if indent else inner
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,14 @@ def test_what_it_writes_passes_its_own_tests_and_generates_a_group(
     assert "sample 2 of 2: reward" in capsys.readouterr().out
 
 
+def test_characters_that_yaml_reads_as_others_are_in_the_alphabet(tmp_path: Path) -> None:
+    asked = "it\x92s\x7f\x85a\u2028b\u2029\ufeff"  # of a wrong decoding, and of texts from the web
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": asked, "answer": "\u00ad\U000e0001"}) + "\n")
+    assert main(["init", str(tmp_path / "mine"), "--data", str(tmp_path / "data.jsonl")]) == 0
+    build = compose(str(tmp_path / "mine" / "recipe.yaml")).trainer.policy.model.build
+    assert set(build.alphabet) == {*asked, "\u00ad", "\U000e0001"}
+
+
 def test_the_folder_where_one_is_gives_the_runs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sums.jsonl").write_text(ROWS)
     (tmp_path / "mine").mkdir()
@@ -88,6 +97,10 @@ def test_columns_that_it_does_not_know_are_asked_for(tmp_path: Path, capsys: pyt
     assert f"--answer 'b' is no column of {data}. Columns: q, a." in told
     assert main([*given, "--prompt", "q", "--answer", "a", "--model", "some/model"]) == 0
     assert 'path: "some/model"' in (tmp_path / "mine" / "recipe.yaml").read_text()
+    (tmp_path / "model").mkdir()
+    named = ["--prompt", "q", "--answer", "a", "--model", str(tmp_path / "model")]
+    assert main(["init", str(tmp_path / "other"), *given[2:], *named]) == 0
+    assert 'path: "../model"' in (tmp_path / "other" / "recipe.yaml").read_text(), "as the data, from the new folder"
     assert main([*given, "--prompt", "q", "--answer", "a"]) == 2, "the folder is not empty"
     data.write_text('{"Question": "2+3=", "Solution": "5"}\n')
     assert main(["init", str(tmp_path / "capitals"), "--data", str(data)]) == 0
