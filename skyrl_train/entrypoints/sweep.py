@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -89,6 +90,7 @@ def sweep(
         quoted = QuotedString(str(folder / name), Quote.single).with_quotes()
         runs.append(SweepRun(name, folder / name, (*fixed, *given, f"trainer.run_dir={quoted}")))
     # All are checked before the first one trains, which may be hours before the last one.
+    read: list[tuple[Any, ...]] = []
     for run in runs:
         # The runs' translations differ in the listed values only, so one is printed.
         config = read_settings(recipe, run.overrides, config_dir, library, console if run is runs[0] else quiet)
@@ -98,9 +100,11 @@ def sweep(
             changed = changes(read_config(run.folder), config)
             if differing := [change for change in changed if change.another_run or change.key in LENGTH]:
                 raise ConfigError(explain(differing, str(run.folder), "Name another folder with --folder."))
-        if run is runs[0]:
+        inputs = (config.data, config.environment, config.trainer.eval, config.rollout.stages.reward)
+        if inputs not in read:  # the data may be large, and most sweeps leave it as it is
             load_inputs(config)
-            check_implementations(config)
+            read.append(inputs)
+        check_implementations(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -94,6 +94,21 @@ def test_a_sweep_needs_several_values_that_can_work(tmp_path: Path, capsys: pyte
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("swept", "told"),
+    [
+        ("data.train_data=[],[missing.jsonl]", "missing.jsonl does not exist"),
+        ("rollout.stages.reward.function=null,no_such_module:reward", "no_such_module"),
+        ("trainer.policy.model.path=null,./no-model", "./no-model"),
+    ],
+)
+def test_no_run_begins_if_a_later_one_cannot_work(
+    swept: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *TINY, swept, f"--folder={tmp_path}/new"]) == 2
+    assert told in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("exit_code", [0, 130], ids=["with a checkpoint", "before training began"])
 def test_an_interrupted_sweep_stops_its_runs_once_and_begins_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], exit_code: int
