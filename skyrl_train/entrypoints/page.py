@@ -6,6 +6,7 @@ import os
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -46,7 +47,7 @@ def page(
 
 def address(url: str, token: str | None) -> str:
     """Return the address that a browser opens first."""
-    return f"{url}/?token={token}" if token else f"{url}/"
+    return f"{url}/?token={quote(token, safe='')}" if token else f"{url}/"
 
 
 def page_server(root: Path, token: str | None) -> Server:

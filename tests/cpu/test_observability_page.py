@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 
 from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.entrypoints.command_line import main
-from skyrl_train.entrypoints.page import TOKEN_VARIABLE
+from skyrl_train.entrypoints.page import TOKEN_VARIABLE, address
 from skyrl_train.errors import NoSuchRunError
 from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.page import app as page_app
@@ -313,6 +313,13 @@ def test_with_a_token_every_request_needs_it(tmp_path: Path) -> None:
     assert (entered.status_code, entered.headers["location"]) == (303, "?x=1"), "the token leaves the address"
     assert "HttpOnly" in entered.headers["set-cookie"] and "SameSite=strict" in entered.headers["set-cookie"]
     assert client.get("/api/runs").status_code == 200, "by the cookie"
+
+
+def test_a_token_of_any_characters_is_in_the_address_and_an_empty_one_is_none(tmp_path: Path) -> None:
+    client = client_of(tmp_path, token="s+e/s=&a#%m;e")
+    assert client.get(address("", "s+e/s=&a#%m;e")).status_code == 303
+    assert client.get("/api/runs").status_code == 200, "by the cookie"
+    assert client_of(tmp_path, token="").get("/api/runs", headers={"host": "a.example"}).status_code == 403
 
 
 def test_the_stream_of_changes_ends_for_a_run_that_is_unknown(tmp_path: Path) -> None:

@@ -349,6 +349,8 @@ def test_samples_are_cut_in_the_middle_and_have_valid_text() -> None:
 def test_settings_have_their_dotted_names() -> None:
     settings = flat_config(compose("quickstart", ["trainer.seed=7"]))
     assert settings["trainer.seed"] == 7 and settings["trainer.mode"] == "fully_async"
+    key = "generator.kwargs.endpoint.admin_key"
+    assert flat_config(compose("quickstart", [f"{key}=a-key-of-the-endpoint"]))[key] == "(hidden)"
 
 
 # A run that is sent afterwards ------------------------------------------------------------------------------------

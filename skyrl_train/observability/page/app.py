@@ -319,7 +319,7 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
-        self._token = token
+        self._token = token or None  # an empty variable is none
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

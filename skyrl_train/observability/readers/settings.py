@@ -10,6 +10,8 @@ from typing import Any
 
 from skyrl_train.config.schema import RunConfig
 
+_ADMIN_KEY = ".admin_key"  # of an endpoint: reports and trackers show settings to others, who must not have it
+
 
 def setting_of(settings: Mapping[str, Any], key: str) -> Any:
     """Return a setting by its dotted name; None if ``settings``, perhaps of another version, lack it."""
@@ -53,7 +55,7 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         for name, inner in value.items():
             yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
     else:
-        yield prefix, _plain(value)
+        yield prefix, "(hidden)" if prefix.endswith(_ADMIN_KEY) and value is not None else _plain(value)
 
 
 def _plain(value: Any) -> Any:

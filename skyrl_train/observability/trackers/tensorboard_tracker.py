@@ -9,9 +9,8 @@ from typing import Any
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from skyrl_train.config.compose import to_yaml
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.observability.trackers.tracker import Tracker, run_name, split_histograms
+from skyrl_train.observability.trackers.tracker import Tracker, flat_config, run_name, split_histograms
 
 _CHARTS = {
     "1 Does it learn?": {
@@ -41,7 +40,8 @@ class TensorBoardTracker(Tracker):
         # TensorBoard shows the last folder as the name of the run.
         self._writer = SummaryWriter(str(folder / run_name(folder)), purge_step=resume_step + 1, flush_secs=10)
         self._writer.add_custom_scalars(_CHARTS)
-        self._writer.add_text("settings", _literal(to_yaml(config)), resume_step)
+        settings = "\n".join(f"{key}: {value}" for key, value in flat_config(config).items())
+        self._writer.add_text("settings", _literal(settings), resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         scalars, histograms = split_histograms(metrics)
