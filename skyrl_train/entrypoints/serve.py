@@ -146,7 +146,9 @@ def _engines(
     max_num_seqs: int,
     max_model_len: int | None,
 ) -> list[InferenceEngineInterface]:
-    """Return engines of the model; each has another seed."""
+    """Return engines of the model; each has another seed, and each vLLM another GPU."""
+    import torch
+
     from skyrl_train.inference.engines.embedded import EmbeddedEngine
     from skyrl_train.inference.engines.proxy import ProcessEngine
     from skyrl_train.models.folder import load_config, resolve_device
@@ -167,6 +169,7 @@ def _engines(
         if backend == "embedded":
             engines.append(EmbeddedEngine(model_path, device=device, **shared))
         else:
-            arguments = {"model_path": model_path, "load_format": "dummy", **shared}
+            devices = [index] if torch.cuda.device_count() else None  # else all would take the first GPU
+            arguments = {"model_path": model_path, "load_format": "dummy", "devices": devices, **shared}
             engines.append(ProcessEngine("skyrl_train.inference.engines.vllm:VLLMEngine", arguments))
     return engines

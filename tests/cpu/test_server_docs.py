@@ -10,8 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from endpoint_worlds import ADMIN_KEY
@@ -22,6 +23,7 @@ from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.endpoint.dialects import anthropic, generate, responses
 from skyrl_train.entrypoints import serve
 from skyrl_train.entrypoints.command_line import main
+from skyrl_train.errors import ConfigError
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import completions as openai_completions
 from skyrl_train.inference.openai.body import ServerFields
@@ -149,3 +151,20 @@ def test_a_missing_gpu_is_told_before_engines_start(
     captured = capsys.readouterr()
     assert captured.err.startswith("ConfigError: device 'cuda' is not there: torch sees 0 GPUs.")
     assert "engines:" not in captured.out
+
+
+def test_each_vllm_has_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_model_folder(BuildModelConfig(hidden_size=32), tmp_path / "model", seed=0)
+    devices: list[Any] = []
+
+    def last_engine(factory: str, arguments: Mapping[str, Any]) -> None:
+        devices.append(arguments["devices"])
+        if len(devices) == 2:
+            raise ConfigError("no third engine is asked for")
+
+    monkeypatch.setattr("skyrl_train.inference.engines.proxy.ProcessEngine", last_engine)
+    words = ["serve", str(tmp_path / "model"), "--open", "--port", "0", "--backend", "vllm", "--num-engines", "2"]
+    for gpus, expected in ((2, [[0], [1]]), (0, [None, None])):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        devices.clear()
+        assert main(words) == 2 and devices == expected
