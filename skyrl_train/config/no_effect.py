@@ -45,6 +45,12 @@ def _schedule(config: RunConfig) -> Warnings:
             "minibatch when it is complete and has no larger batch. Set both to the same number, or "
             "trainer.train_batch_size=null."
         )
+    factor = config.trainer.partial_rollout.oversubmit_factor
+    if mode is not TrainerMode.partial_rollout and changed(config.trainer.partial_rollout):
+        yield (
+            f"trainer.partial_rollout.oversubmit_factor={factor:g} with trainer.mode={mode}: partial rollouts alone use it. Set "
+            "trainer.mode=partial_rollout, or leave it out."
+        )
     if mode is not TrainerMode.fully_async:
         return
     bound, k, depth = (
@@ -291,6 +297,15 @@ def _engines(config: RunConfig) -> Warnings:
         yield f"{ENGINE}: the embedded engine is not parallel; set its *_parallel_size to 1, or use backend=vllm."
     if built_in and engine.backend != "vllm" and engine.engine_args:
         yield f"{ENGINE}.engine_args belongs to {ENGINE}.backend=vllm, not to {engine.backend!r}."
+    if built_in and engine.backend != "embedded" and engine.batch_invariant:
+        yield f"{ENGINE}.batch_invariant belongs to {ENGINE}.backend=embedded, not to {engine.backend!r}. Leave it out."
+    if engine.environment and (
+        engine.backend == "vllm_remote" or (engine.backend == "embedded" and engine.executor != "ray")
+    ):
+        yield (
+            f"{ENGINE}.environment belongs to {ENGINE}.backend=vllm and to engines in Ray actors. Set the variables where the "
+            f"{'server' if engine.backend == 'vllm_remote' else 'command'} starts, or leave it out."
+        )
     if built_in and engine.executor != "ray":
         yield from _ray_resources(ENGINE, changed(engine), f"{ENGINE}.executor=ray")
     if built_in and engine.devices is not None:

@@ -395,7 +395,7 @@ def _engine_rows(plan: Plan) -> Rows:
     sampling = generator.sampling_params
     folder = f" in {generator.weight_folder}" if generator.weight_folder is not None else ""
     checksummed = ", checksummed" if generator.verify_weights else ""
-    invariant = ", batch-invariant" if engine.batch_invariant else ""
+    invariant = ", batch-invariant" if engine.batch_invariant and engine.backend == "embedded" else ""
     devices = engine.device
     if engine.backend == "vllm" and engine.executor == "process" and engine.device != "cpu":
         of_each = (derive.engine_devices(engine, index) for index in range(engine.num_engines))

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from harness import Harness
 
+from skyrl_train.config.compose import compose
+from skyrl_train.config.plan import resolve
+
 FULLY_ASYNC = "trainer.fully_async"
 ALGORITHM = "trainer.algorithm"
 
@@ -26,6 +29,8 @@ ALGORITHM = "trainer.algorithm"
         ["trainer.max_restarts=2", "trainer.executor=thread"],
         ["trainer.tf32=true"],
         ["generator.inference_engine.tensor_parallel_size=2"],
+        ["generator.inference_engine.environment={OMP_NUM_THREADS: 3}"],
+        ["trainer.partial_rollout.oversubmit_factor=3"],
     ],
     ids=str,
 )
@@ -62,3 +67,10 @@ async def test_an_asynchronous_run_with_a_setting_without_effect_trains_every_pr
     assert len(h.plan.warnings) == 1
     await h.train()
     assert sorted(h.trained) == list(range(32))
+
+
+def test_settings_of_other_engines_are_named() -> None:
+    settings = "generator.inference_engine={backend: vllm, device: cuda, batch_invariant: true}"
+    plan = resolve(compose("quickstart", [settings]), 100)
+    assert "batch_invariant belongs to" in plan.warnings[0] and len(plan.warnings) == 1
+    assert "batch-invariant" not in plan.describe()
