@@ -114,6 +114,13 @@ def test_the_row_of_a_run_tells_its_last_step(tmp_path: Path) -> None:
     assert row["curve"][0] == [1, 0.01] and row["curve"][-1] == [100, 1.0]
 
 
+def test_rows_of_many_groups_are_found(tmp_path: Path) -> None:
+    rows = [{"step": step, "group_indices": list(range(step * 20_000, (step + 1) * 20_000))} for step in range(1, 5)]
+    write_metrics(tmp_path, rows, tail='{"step": 5, "gro')
+    assert [row["step"] for row in spread_rows(tmp_path / METRICS, 40)] == [1, 2, 3, 4]
+    assert spread_rows(tmp_path / METRICS, 1)[-1]["step"] == 4
+
+
 @given(st.integers(1, 60), st.integers(0, 200))
 def test_rows_spread_over_a_file_contain_its_last_row(count: int, length: int) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -30,7 +30,7 @@ _NEWEST = 500  # runs in the list
 LIVE_S = 60.0  # a run that trains writes at least one line per second to events/
 MAX_AHEAD_S = 3600.0  # of the clock of a file server
 _CONFIG_BYTES = 1 << 20
-_TAIL_BYTES = 1 << 16
+_TAIL_BYTES, _ROW_BYTES = 1 << 16, 1 << 20  # a row has the indices of all its groups
 
 
 class RunsFolder:
@@ -253,11 +253,11 @@ def spread_rows(path: Path, count: int) -> list[dict[str, Any]]:
                 offset = size * index // count
                 file.seek(offset)
                 if offset:
-                    file.readline(_TAIL_BYTES)  # the rest of a line
-                _keep(rows, file.readline(_TAIL_BYTES))
-            file.seek(max(0, size - _TAIL_BYTES))
-            for line in reversed(file.read(_TAIL_BYTES).split(b"\n")):
-                if _keep(rows, line):
+                    file.readline(_ROW_BYTES)  # the rest of a line
+                _keep(rows, file.readline(_ROW_BYTES))
+            for tail in (_TAIL_BYTES, _ROW_BYTES):  # most rows are short
+                file.seek(max(0, size - tail))
+                if any(_keep(rows, line) for line in reversed(file.read(tail).split(b"\n"))):
                     break
     except OSError:
         pass
