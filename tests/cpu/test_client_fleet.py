@@ -159,6 +159,34 @@ async def test_an_engine_that_cannot_be_started_again_is_given_up_and_requests_f
     await asyncio.gather(task, return_exceptions=True)
 
 
+@in_virtual_time
+async def test_an_engine_that_hangs_in_an_update_holds_up_no_later_one_and_is_started_again() -> None:
+    class Hanging(ScriptedEngine):
+        async def start(self) -> None:
+            self.hang.clear()
+            self.fail.clear()
+            await super().start()
+
+    a, b = Hanging(free_running=True), ScriptedEngine(free_running=True)
+    client, clock = fleet_of(a, b)
+    await publish(client, 0)
+    a.hang |= {"receive", "pause", "load", "resume"}
+    a.fail["health"] = EngineError("no answer")
+    await publish(client, 1)
+    assert client.engine_states[0] is EngineState.STALE
+    clock.now += 1.0
+    client.supervisor.step()  # its first attempt to catch up
+    await settle()
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    await publish(client, 2)
+    assert loop.time() == begun
+    await after(client, clock, 2.0)
+    assert client.engine_states[0] is EngineState.DEAD
+    await after(client, clock, 4.0)
+    assert client.engines == [a, b] and a.policy_version == 2
+
+
 async def test_an_added_engine_catches_up_and_takes_new_sessions() -> None:
     a, b = ScriptedEngine(), ScriptedEngine()
     client, _ = fleet_of(a)

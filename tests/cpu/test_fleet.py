@@ -91,6 +91,22 @@ def test_a_long_healthy_period_resets_the_number_of_restarts() -> None:
         revive(fleet)
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_an_engine_that_hangs_now_and_then_is_restarted_each_time(stale: bool) -> None:
+    clock = Clock()
+    fleet = serving(clock)
+    for _ in range(5):
+        clock.now += LIMITS.stable_s
+        if stale:
+            fleet.missed_update(0, "it did not load in time")
+        while not fleet.silent(0, "no answer"):
+            clock.now += 10.0
+        due_at = fleet.next_due_at()
+        assert due_at is not None
+        clock.now = due_at
+        revive(fleet)
+
+
 def test_a_retired_engine_never_comes_back() -> None:
     fleet = serving(Clock())
     fleet.retire(0)

@@ -146,7 +146,8 @@ class EnginePool:
 
     def suspect(self, number: int, reason: str) -> None:
         """Record an unanswered probe. The engine gets no new requests until it answers, or dies after too many probes."""
-        if self.frozen():
+        # A stale engine takes no part in an update.
+        if self.frozen() and self.fleet.records[number].state is not EngineState.STALE:
             return
         # Too many unanswered probes count as a death. Before that, the engine keeps its requests and gets no new ones.
         if self.fleet.silent(number, reason):

@@ -6,7 +6,8 @@
                └───────────────── DEAD <───────died─────────┴────────────────────┘         any ──retire──> RETIRED
 
 Only a HEALTHY engine gets requests. A SUSPECT one keeps those that it has. An engine that was restarted or added is
-STALE until it holds the current weights: otherwise it would serve an old policy as the current version.
+STALE until it holds the current weights: otherwise it would serve an old policy as the current version. One that hangs as it
+misses an update is STALE, too: it is probed before it catches up, and dies after as many silent probes.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Fleet:
             self._move(engine, EngineState.HEALTHY, {EngineState.SUSPECT})
 
     def silent(self, engine: int, reason: str) -> bool:
-        """Record an unanswered probe. Returns whether the engine counts as dead now."""
+        """Record an unanswered probe, of a stale engine also. Returns whether the engine counts as dead now."""
         record = self.records[engine]
         # Probes in a row: one answer sets the counter back.
         record.failed_probes += 1
@@ -132,10 +133,6 @@ class Fleet:
         record = self.records[engine]
         if record.state in (EngineState.DEAD, EngineState.RETIRED):
             return
-        lasted = self._clock() - record.since
-        # A long healthy period ends a series of failures: the engine gets all its restarts again.
-        if record.state is EngineState.HEALTHY and lasted >= self._limits.stable_s:
-            record.recent_restarts = record.recent_recoveries = 0
         self._move(engine, EngineState.DEAD, set(EngineState) - {EngineState.RETIRED}, reason)
         record.failed_probes = 0
         # Beyond the limit the death is final: if no other engine is left, waiting requests fail at once.
@@ -188,7 +185,12 @@ class Fleet:
             raise ValueError(f"engine {engine} is {record.state} and cannot become {to}")
         # ``since`` is the time of the transition: repeated reports of one state do not move it.
         if record.state is not to:
-            record.state, record.since = to, self._clock()
+            now = self._clock()
+            # A long healthy period ends a series of failures: the engine gets all its restarts again. An engine that hangs is
+            # suspect or stale before it is dead, so this is looked at whenever it ceases to be healthy.
+            if record.state is EngineState.HEALTHY and now - record.since >= self._limits.stable_s:
+                record.recent_restarts = record.recent_recoveries = 0
+            record.state, record.since = to, now
         if reason:
             record.reason = reason
         return record

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from skyrl_train.errors import EngineDeadError
+from skyrl_train.inference.interface import EngineHealth
 from skyrl_train.inference.pool.engine_pool import EnginePool
 from skyrl_train.inference.pool.fleet import EngineState
 
@@ -26,7 +27,7 @@ class FleetSupervisor:
 
     Args:
         catch_up: brings a stale engine to the current weights and into the routing, or raises ``EngineError``.
-        probe_interval_s: seconds between two probes, and the limit of one.
+        probe_interval_s: seconds between two probes of an engine that serves, and the limit of one.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class FleetSupervisor:
                 fleet.restarting(number)
                 self._begin(number, self._restart(number))
             elif state is EngineState.STALE:
-                self._begin(number, self._update(number))
+                self._begin(number, self._return(number))
         if self._clock() >= self._next_probe_at:
             # From now and not from the last due time: after a long block, probes do not come in a burst.
             self._next_probe_at = self._clock() + self._interval_s
@@ -126,6 +127,21 @@ class FleetSupervisor:
         self._pool.fleet.started(number)
         await self._update(number)
 
+    async def _return(self, number: int) -> None:
+        """Let a stale engine catch up if it answers: one that hangs would hold up weight syncs as long as a phase may take."""
+        restart_count = self._pool.fleet.records[number].restart_count
+        answer = await self._ask(number)
+        if self._pool.fleet.records[number].state is not EngineState.STALE:
+            return  # it joined, died or was removed meanwhile
+        if isinstance(answer, str):
+            self._pool.suspect(number, answer)
+            self._pool.missed_update(number, answer, restart_count)  # another attempt, unless it counts as dead now
+        elif answer.alive:
+            self._pool.fleet.answered(number)
+            await self._update(number)
+        else:
+            self._pool.died(number, "its process ended", restart_count)
+
     async def _update(self, number: int) -> None:
         restart_count = self._pool.fleet.records[number].restart_count
         try:
@@ -139,19 +155,23 @@ class FleetSupervisor:
 
     async def _probe(self, number: int) -> None:
         restart_count = self._pool.fleet.records[number].restart_count
-        try:
-            async with asyncio.timeout(self._interval_s):
-                health = await self._pool.engines[number].health()
-        except TimeoutError:
-            self._pool.suspect(number, f"it did not answer a health probe within {self._interval_s:g} s")
-            return
-        except Exception as error:  # any failure counts as no answer
-            self._pool.suspect(number, str(error) or repr(error))
-            return
-        if health.alive:
-            self._pool.answered(number, health.policy_version)
+        answer = await self._ask(number)
+        if isinstance(answer, str):
+            self._pool.suspect(number, answer)
+        elif answer.alive:
+            self._pool.answered(number, answer.policy_version)
         else:
             self._pool.died(number, "its process ended", restart_count)
+
+    async def _ask(self, number: int) -> EngineHealth | str:
+        """Return a snapshot of an engine, or why there is none."""
+        try:
+            async with asyncio.timeout(self._interval_s):
+                return await self._pool.engines[number].health()
+        except TimeoutError:
+            return f"it did not answer a health probe within {self._interval_s:g} s"
+        except Exception as error:  # any failure counts as no answer
+            return str(error) or repr(error)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
