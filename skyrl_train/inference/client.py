@@ -297,8 +297,8 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
     # Lifetime -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all engines concurrently, then the supervisor. Fails when one engine cannot start."""
-        await asyncio.gather(*(engine.start() for engine in self._pool.active_engines))
+        """Start all engines concurrently, then the supervisor. Fails when one cannot start, and no other one goes on then."""
+        await gather_or_cancel(engine.start() for engine in self._pool.active_engines)
         self.supervisor.start()
 
     async def teardown(self) -> None:

@@ -279,6 +279,25 @@ async def test_stragglers_go_before_fresh_requests_where_engines_know_priorities
     await asyncio.gather(task, old_session)
 
 
+async def test_engines_that_still_start_do_not_go_on_when_another_one_cannot() -> None:
+    class Starting(ScriptedEngine):
+        given_up = False
+
+        async def start(self) -> None:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self.given_up = True
+
+    broken, starting = ScriptedEngine(), Starting()
+    broken.fail["start"] = EngineError("no memory")
+    client, _ = fleet_of(broken, starting)
+    with pytest.raises(EngineError, match="no memory"):
+        await client.start()
+    assert starting.given_up
+    await client.teardown()
+
+
 async def test_the_supervisor_watches_by_itself_once_the_client_is_started() -> None:
     engine = ScriptedEngine(free_running=True)
     client = InferenceEngineClient([engine], TOKENIZER, limits=FleetLimits(backoff_s=0.0), probe_interval_s=0.001)
