@@ -30,7 +30,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.errors import ConfigError, GrammarError, RequestError
+from skyrl_train.errors import ConfigError, RequestError
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.service import ChatService
@@ -556,8 +556,9 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
                         trace.end(None if stayed else self._pool.fleet.records[slot.engine].state)
                     else:  # the gate closed, or the engine left, before the segment began
                         response.segments -= 1
-                except RequestError as error:
-                    if not response.token_ids or isinstance(error, GrammarError):
+                except RequestError:
+                    context = self._pool.engines[slot.engine].capabilities.max_model_len
+                    if not response.token_ids or len(segment.prompt_token_ids) < context:
                         raise
                     response.stop_reason = StopReason.LENGTH  # this engine's context is smaller than the previous one's
                 finally:

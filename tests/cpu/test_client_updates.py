@@ -11,7 +11,7 @@ from scripted import ScriptedEngine, in_virtual_time, scripted_update, settle
 from test_client import publish, request
 from test_client_fleet import after, fleet_of
 
-from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError, WeightSyncError
+from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError, RequestError, WeightSyncError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import EngineCapabilities, InferenceEngineInput
 from skyrl_train.inference.pool.fleet import EngineState
@@ -297,6 +297,26 @@ async def test_a_response_that_moves_to_a_smaller_context_ends_with_its_tokens_s
     a.die()
     output = await task
     assert (output["stop_reasons"], len(output["response_ids"][0])) == (["length"], 5)
+
+
+async def test_a_request_that_is_rejected_in_the_middle_fails_and_does_not_end_early() -> None:
+    class Diverging(ScriptedEngine):
+        def _submit(self, engine_input: InferenceEngineInput) -> Any:
+            if self._version:
+                raise RequestError("the logits are not numbers")
+            return super()._submit(engine_input)
+
+    engine = Diverging(lambda tokens, seed: 9)
+    client, _ = fleet_of(engine)
+    await publish(client, 0)
+    task = asyncio.create_task(client.generate(request(max_tokens=20)))
+    await settle()
+    engine.tick(5)
+    await publish(client, 1, PauseMode.ABORT)
+    with pytest.raises(RequestError, match="not numbers"):
+        await task
+
+
 
 
 @pytest.mark.parametrize("paused", [False, True])
