@@ -38,15 +38,15 @@ class PromptRecord:
         If it wrote into the data set's own record, the next sample, attempt and epoch would get another prompt, and a
         resumed run would see another data set.
         """
-        return replace(self, prompt=_copied(self.prompt), env_extras=_copied(self.env_extras))
+        return replace(self, prompt=copied(self.prompt), env_extras=copied(self.env_extras))
 
 
-def _copied(value: Any) -> Any:
-    """Copy lists and dicts at any depth; share everything else."""
+def copied(value: Any) -> Any:
+    """Return a copy for user code: of lists and dicts at any depth; everything else is shared."""
     # deepcopy() would also copy large values such as images.
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if type(value) is list else value
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if type(value) is list else value
 
 
 class EnvironmentStep(TypedDict):

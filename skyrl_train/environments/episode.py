@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
@@ -38,8 +39,8 @@ class Episode:
     Otherwise ``close`` is awaited and its failure raised.
 
     Exceptions of the environment become a :class:`~skyrl_train.errors.RolloutError` that names the environment and the
-    prompt, with the original as its cause. A result of ``step`` that breaks the contract is a GeneratorOutputError, which stops
-    the run: the next attempt would return the same.
+    prompt, with the original as its cause. A result of ``init`` or ``step`` that breaks the contract is a GeneratorOutputError,
+    which stops the run: the next attempt would return the same.
 
     Args:
         idle_threads: threads for episodes of blocking environments. This one takes one, if there is one, and leaves its own.
@@ -99,9 +100,12 @@ class Episode:
 
     async def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Return the messages that the policy sees first, and metadata. The environment gets copies of the messages."""
-        answer: tuple[ConversationType, dict[str, Any]] = await self._call(
-            ("init", lambda: self._environment.init([dict(message) for message in prompt]))
-        )
+
+        def init() -> tuple[ConversationType, dict[str, Any]]:
+            method = self._environment.init
+            return _checked_init(method([dict(message) for message in prompt]), method, self._factory.name)
+
+        answer: tuple[ConversationType, dict[str, Any]] = await self._call(("init", init))
         return answer
 
     async def step(self, action: str, stop_reason: str) -> EnvironmentStep:
@@ -119,9 +123,15 @@ class Episode:
     async def end(self) -> dict[str, Any]:
         """Return the environment's numbers about the episode, and close it."""
         numbers: dict[str, Any] = {}
-        await self._call(
-            ("get_metrics", lambda: numbers.update(self._environment.get_metrics())), ("close", self._close)
-        )
+
+        def get_metrics() -> None:
+            numbers.update(self._environment.get_metrics())
+            for name, value in numbers.items():
+                # It would make the mean of the group no number.
+                if isinstance(value, Real) and not math.isfinite(value):
+                    raise ValueError(f"get_metrics() returned {name}={value}; it must be finite")
+
+        await self._call(("get_metrics", get_metrics), ("close", self._close))
         return numbers
 
     async def _call(self, *calls: tuple[str, Callable[[], Any]]) -> Any:
@@ -189,6 +199,21 @@ class Episode:
             self._thread.shutdown(wait=False)
 
 
+def _checked_init(answer: Any, method: Callable[..., Any], name: str) -> tuple[ConversationType, dict[str, Any]]:
+    """Return the result of ``method``, the ``init`` of the environment ``name``.
+
+    Raises:
+        GeneratorOutputError: it is no pair of messages and metadata.
+    """
+    is_pair = isinstance(answer, list | tuple) and len(answer) == 2
+    if not is_pair or not isinstance(answer[0], Sequence) or isinstance(answer[0], str):
+        raise GeneratorOutputError(
+            f"init() of environment {name!r}{_place(method)} returned {answer!r:.200}. It must return the first messages and a "
+            "dict, such as prompt, {}."
+        )
+    return answer[0], answer[1]
+
+
 def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentStep:
     """Return the result of ``method``, the ``step`` of the environment ``name``, with all fields.
 
@@ -202,12 +227,10 @@ def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentS
     # Numbers of other libraries are fine. A text is not, although float() would read it.
     number = hasattr(reward, "__float__") and not isinstance(reward, str)
     if not is_mapping or not number or "done" not in step or not isinstance(observations, list | tuple):
-        code = getattr(getattr(method, "__func__", None), "__code__", None)
-        place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
         raise GeneratorOutputError(
-            f"step() of environment {name!r}{place} returned {step!r:.200}. It must return a dict with a number as reward, such "
-            'as {"observations": [], "reward": 1.0, "done": True}; with "done": False, observations are the messages of the '
-            "next turn."
+            f"step() of environment {name!r}{_place(method)} returned {step!r:.200}. It must return a dict with a number as "
+            'reward, such as {"observations": [], "reward": 1.0, "done": True}; with "done": False, observations are the '
+            "messages of the next turn."
         )
     # A NaN would spread to every advantage of the group.
     reward = float(step["reward"])
@@ -220,3 +243,8 @@ def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentS
         "metadata": dict(step.get("metadata") or {}),
         "postprocessed_action": step.get("postprocessed_action"),
     }
+
+
+def _place(method: Callable[..., Any]) -> str:
+    code = getattr(getattr(method, "__func__", None), "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"

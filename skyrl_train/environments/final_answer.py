@@ -22,6 +22,7 @@ _PLAIN_NUMBER = re.compile(r"([-+]?)\$?(\d+(?:\.\d*)?|\.\d+)(?:/(\d+))?", re.ASC
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _MARKED = re.compile(r"####[ \t]*([^\n]+)")
 _ANSWER_LINE = re.compile(r"(?i)answer[ \t]*:[ \t]*([^\n]+)")
+_BRACE = re.compile(r"(?<!\\)[{}]")  # an escaped one does not count
 _MAX_DIGITS = 100  # of a number that is compared by value; longer ones cost time and are no answers
 
 
@@ -113,16 +114,17 @@ class MathAnswer(FinalAnswerEnvironment):
 
 def last_boxed(text: str) -> str | None:
     """Return the contents of the last ``\\boxed{...}`` with balanced braces, or None."""
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth = 0
-        # A regular expression cannot match nested braces; an escaped brace does not count.
-        for index in range(start + len("\\boxed"), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[index], 0) if text[index - 1] != "\\" else 0
-            if depth == 0:
-                return text[start + len("\\boxed{") : index]
-        end = start
-    return None
+    # One pass: a policy may repeat the beginning of a box to the end of its response.
+    opened: list[int] = []
+    found = -1, -1  # the braces around the contents
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            start = opened.pop()
+            if start > found[0] and text.endswith("\\boxed", 0, start):
+                found = start, brace.start()
+    return None if found[0] < 0 else text[found[0] + 1 : found[1]]
 
 
 def marked_answer(text: str) -> str | None:

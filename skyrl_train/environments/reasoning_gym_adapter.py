@@ -97,7 +97,9 @@ def reasoning_gym_environment(task: str, kwargs: Mapping[str, Any]) -> Environme
 
     def generate_prompts(count: int, seed: int) -> list[PromptRecord]:
         # Entries travel in the prompt records, so scoring needs no copy of this data set.
-        dataset = create_dataset(seed=seed, size=count)
+        # Its tasks draw entry i from ``seed + i``: the entries of two neighbouring seeds would be nearly the same. 31 bits,
+        # because some of them seed numpy's global generator, too.
+        dataset = create_dataset(seed=derive_seed(seed) >> 31, size=count)
         entries = []
         for index in range(count):
             with _global_generators_seeded(derive_seed(seed, index)):

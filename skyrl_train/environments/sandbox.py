@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ class SandboxResult:
     stderr: str
     exit_code: int  # 128 + n after signal n
     timed_out: bool
+    seconds: float = 0.0  # from its start, without the wait for a core
 
     @property
     def succeeded(self) -> bool:
@@ -145,7 +147,7 @@ def run_command(
     Args:
         files: a folder of this machine. Its entries are at the root of the command's file system, and what the command changes
             there stays. They belong to ``user``.
-        folder: the command's current one.
+        folder: the command's current one, which no command may remove.
         user: from :func:`sandbox_user`.
 
     Raises:
@@ -240,6 +242,7 @@ def _execute(
         (folder / "status").open("wb") as status,
     ):
         # Files and not pipes: their size is limited, and a program that writes much does not block.
+        began = time.monotonic()
         process = subprocess.Popen(
             command(status.fileno()),
             stdin=given,
@@ -258,6 +261,7 @@ def _execute(
         with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
             os.killpg(process.pid, signal.SIGKILL)  # also after a normal end: the program may have left children
         process.wait()
+        seconds = time.monotonic() - began
     lines = (folder / "status").read_text().splitlines(keepends=True)
     # The last line is torn if bubblewrap was killed while it wrote it.
     reports = [json.loads(line) for line in lines if line.endswith("}\n")]
@@ -270,7 +274,7 @@ def _execute(
     if apart and not timed_out and not any("exit-code" in report for report in reports):
         raise SandboxError(stderr[-300:].strip() or "bubblewrap ended without a message")
     code = process.returncode
-    return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out)
+    return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out, seconds)
 
 
 def wait_for_exit(pid: int) -> None:

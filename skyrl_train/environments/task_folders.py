@@ -53,6 +53,7 @@ _COMMAND = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)(```|\Z)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _UNSUPPORTED = {"steps", "environment.tpu", "environment.gpus", "environment.mcp_servers", "environment.healthcheck"}
 _DOCKER = "docker"
+_MAX_COMMAND_BYTES = 100_000  # the kernel takes 131,071 in one argument
 _END_S = 60.0  # a container of a trainer that was killed ends by itself so long after the task's own limits
 
 # Tasks -------------------------------------------------------------------------------------------------------------
@@ -149,7 +150,10 @@ def _memory_mb(environment: Mapping[str, Any]) -> int | None:
     text = environment.get("memory")  # the older field, such as "2G"
     if text is None:
         return None
-    return int(float(text[:-1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[text[-1].upper()])
+    units = {"G": 1024, "M": 1, "K": 1 / 1024}
+    if text[-1:].upper() not in units:
+        raise ValueError(f"memory={text!r} has none of the units G, M and K")
+    return int(float(text[:-1]) * units[text[-1].upper()])
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, str]:
@@ -173,10 +177,11 @@ def _variables(given: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """The output of a command on both streams, and its exit code: 124 after its time limit."""
+    """The output of a command on both streams, its exit code (124 after its time limit), and how long it ran."""
 
     output: str
     exit_code: int
+    seconds: float
 
 
 class Container(ABC):
@@ -185,9 +190,16 @@ class Container(ABC):
     def __init__(self, task: Task) -> None:
         self.task = task
 
-    @abstractmethod
     def run(self, command: str, timeout_s: float, variables: Mapping[str, str] | None = None) -> CommandResult:
         """Run ``command`` in a new shell of bash, in the task's working folder."""
+        command = command.replace("\0", "")  # as bash does; no argument may have one
+        if len(command.encode()) > _MAX_COMMAND_BYTES:
+            return CommandResult("bash: Argument list too long\n", 126, 0.0)
+        return self._run(command, timeout_s, variables or {})
+
+    @abstractmethod
+    def _run(self, command: str, timeout_s: float, variables: Mapping[str, str]) -> CommandResult:
+        """See :meth:`run`."""
 
     @abstractmethod
     def add_tests(self) -> None:
@@ -237,7 +249,9 @@ class BubblewrapContainer(Container):
             raise DataError(f"{task.folder} needs the image {task.image}. Set environment.kwargs.container=docker.")
         self._user = sandbox_user()
         # The files that commands may change: what lies in it is at their root.
-        self._files = Path(tempfile.mkdtemp(prefix="task-"))
+        # Its removal opens folders that a command has closed.
+        self._folder = tempfile.TemporaryDirectory(prefix="task-", ignore_cleanup_errors=True)
+        self._files = Path(self._folder.name)
         self._files.chmod(0o711)
         self._variables = dict(task.variables)
         self._workdir = "/app"
@@ -253,7 +267,7 @@ class BubblewrapContainer(Container):
             self.close()
             raise
 
-    def run(self, command: str, timeout_s: float, variables: Mapping[str, str] | None = None) -> CommandResult:
+    def _run(self, command: str, timeout_s: float, variables: Mapping[str, str]) -> CommandResult:
         limits = SandboxLimits(
             cpu_s=math.ceil(timeout_s),
             wall_s=timeout_s,
@@ -261,12 +275,12 @@ class BubblewrapContainer(Container):
             processes=64,
             file_mib=64,
         )
-        # Both streams into one, in their order.
-        argv = ["bash", "-c", 'exec 2>&1; eval "$1"', "task", command]
-        ended = run_command(
-            argv, self._files, self._workdir, {**self._variables, **(variables or {})}, limits, self._user
-        )
-        return CommandResult(ended.stdout, 124 if ended.timed_out else ended.exit_code)
+        # Both streams into one, in their order. An earlier command may have removed the working folder.
+        enter = 'cd -- "$2" 2>/dev/null || mkdir -p -- "$2" 2>/dev/null && cd -- "$2" 2>/dev/null'
+        argv = ["bash", "-c", f'exec 2>&1; {enter}; eval "$1"', "task", command, self._workdir]
+        given = {"HOME": self._workdir, **self._variables, **variables}
+        ended = run_command(argv, self._files, "/", given, limits, self._user)
+        return CommandResult(ended.stdout, 124 if ended.timed_out else ended.exit_code, ended.seconds)
 
     def add_tests(self) -> None:
         target = self._inside("/tests")  # no link: commands cannot replace what lies at the root
@@ -275,7 +289,7 @@ class BubblewrapContainer(Container):
         self._give_away(target)
 
     def close(self) -> None:
-        shutil.rmtree(self._files, ignore_errors=True)
+        self._folder.cleanup()
 
     def _inside(self, place: str) -> Path:
         """The folder of this machine that is ``place`` inside.
@@ -378,14 +392,15 @@ class DockerContainer(Container):
             timeout_s=task.build_s,
         )
 
-    def run(self, command: str, timeout_s: float, variables: Mapping[str, str] | None = None) -> CommandResult:
+    def _run(self, command: str, timeout_s: float, variables: Mapping[str, str]) -> CommandResult:
         where = [] if self.task.workdir is None else ["--workdir", self.task.workdir]
-        given = [word for name, value in (variables or {}).items() for word in ("--env", f"{name}={value}")]
+        given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
         # Killed inside: the end of the client alone would leave the command running. Both streams into one, in their order.
         words = [
             *("timeout", "-s", "KILL", str(math.ceil(timeout_s))),
             *("bash", "-c", 'exec 2>&1; eval "$1"', "task", command),
         ]
+        began = time.monotonic()
         try:
             ended = subprocess.run(
                 [_DOCKER, "exec", *where, *given, self._id, *words],
@@ -395,17 +410,19 @@ class DockerContainer(Container):
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return CommandResult("", 124)
+            return CommandResult("", 124, time.monotonic() - began)
         # timeout itself ends with 137 after the signal, or 124.
         code = 124 if ended.returncode in (124, 137) else ended.returncode
-        return CommandResult((ended.stdout + ended.stderr).decode(errors="replace"), code)
+        output = (ended.stdout + ended.stderr).decode(errors="replace")
+        return CommandResult(output, code, time.monotonic() - began)
 
     def add_tests(self) -> None:
         self.run("rm -rf /tests; mkdir /tests", self.task.tests_s)
         failed = f"{self.task.folder}: the tests cannot be copied into the container"
-        self._docker(
-            "cp", f"{self.task.folder}/tests/.", f"{self._id}:/tests", failed=failed, timeout_s=self.task.tests_s
-        )
+        tests = (
+            self.task.folder / "tests"
+        ).resolve()  # of another path with a colon, the beginning would name a container
+        self._docker("cp", f"{tests}/.", f"{self._id}:/tests", failed=failed, timeout_s=self.task.tests_s)
 
     def close(self) -> None:
         subprocess.run([_DOCKER, "rm", "--force", self._id], capture_output=True, timeout=60, check=False)
@@ -528,9 +545,8 @@ class TaskFolder(Environment):
         output = ""
         if blocks:
             limit = min(self._command_s, self._seconds_left)
-            began = time.monotonic()
             ended = container.run(blocks[-1].strip(), limit)
-            self._seconds_left -= time.monotonic() - began
+            self._seconds_left -= ended.seconds
             self._commands += 1
             output = _shortened(ended.output, self._max_chars)
             if ended.exit_code == 124:

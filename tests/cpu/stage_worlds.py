@@ -136,6 +136,32 @@ def judge() -> Any:
     return reward
 
 
+class Careless:
+    """Writes into what it gets, and fails in its first call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, group: GroupToReward) -> list[float]:
+        self.calls += 1
+        answer = group.env_extras.pop("answer")  # type: ignore[attr-defined]
+        for sample in group.samples:
+            sample.response_ids.append(int(answer))
+        if self.calls == 1:
+            raise ConnectionError("scripted")
+        return length_reward(group)
+
+
+def taking_reward(group: GroupToReward) -> list[float]:
+    return [float(group.env_extras.pop("answer"))] * len(group.samples)  # type: ignore[attr-defined]
+
+
+def taking_trl_reward(prompts: list[Any], completions: list[Any], answer: list[str]) -> list[float]:
+    for prompt, completion in zip(prompts, completions, strict=True):
+        prompt += completion
+    return [float(len(prompt)) for prompt in prompts]
+
+
 def text_reward(group: GroupToReward) -> list[str]:
     return ["1.0" for _ in group.samples]
 

@@ -317,8 +317,6 @@ async def test_a_request_that_is_rejected_in_the_middle_fails_and_does_not_end_e
         await task
 
 
-
-
 @pytest.mark.parametrize("paused", [False, True])
 async def test_teardown_ends_requests_that_run_wait_or_come_later(paused: bool) -> None:
     client, _ = fleet_of(ScriptedEngine(), engine_wait_timeout_s=600)

@@ -67,7 +67,8 @@ def test_reasoning_gym_scores_its_own_answers(task: str, kwargs: dict[str, Any])
     made = factory(f"reasoning_gym:{task}", **kwargs)
     records = made.generate_prompts(5, seed=7)
     assert records == made.generate_prompts(5, seed=7)
-    assert records != made.generate_prompts(5, seed=8)
+    of_next = {str(record.prompt) for record in made.generate_prompts(5, seed=8)}
+    assert not of_next & {str(record.prompt) for record in records}, "an evaluation has other prompts than training"
     for record in records:
         entry = record.env_extras["entry"]
         assert record.prompt == [{"role": "user", "content": entry["question"]}]

@@ -52,6 +52,38 @@ def test_any_balanced_text_comes_out_of_its_box(content: str, before: str, after
     assert last_boxed(f"{before}\\boxed{{{content}}}{after}") == content
 
 
+def box_found_by_trying_each(text: str) -> str | None:
+    """The definition: the last beginning of a box whose braces are balanced."""
+    for start in reversed([place for place in range(len(text)) if text.startswith("\\boxed{", place)]):
+        depth = 0
+        for place in range(start + len("\\boxed"), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[place], 0) * (text[place - 1] != "\\")
+            if not depth:
+                return text[start + len("\\boxed{") : place]
+    return None
+
+
+@given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\{", "\\}", "\\", "a"]), max_size=12).map("".join))
+def test_a_box_is_found_as_if_each_were_tried(text: str) -> None:
+    assert last_boxed(text) == box_found_by_trying_each(text)
+
+
+class Looked(str):
+    """Counts the looks at its letters."""
+
+    looks = 0
+
+    def __getitem__(self, place: Any) -> str:
+        type(self).looks += 1
+        return super().__getitem__(place)
+
+
+def test_a_response_of_boxes_that_never_close_is_read_once() -> None:
+    text = Looked("\\boxed{" * 300)
+    assert last_boxed(text) is None
+    assert Looked.looks <= len(text)
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [

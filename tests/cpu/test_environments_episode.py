@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -196,3 +197,38 @@ async def test_a_reward_that_is_not_finite_is_a_failed_rollout() -> None:
     with pytest.raises(RolloutError, match="failed on prompt 'prompt-7'"):
         async with running:
             await running.step("a", "stop")
+
+
+HELLO = {"role": "user", "content": "Hello."}
+
+
+@pytest.mark.parametrize("answer", [[HELLO], [HELLO, HELLO], ("Hello.", {}), None], ids=repr)
+async def test_an_init_that_breaks_the_contract_stops_the_run(answer: Any) -> None:
+    class Wrong(QuickRecorder):
+        def init(self, prompt: Any) -> Any:
+            return answer
+
+    running, _ = episode(Wrong)
+    with pytest.raises(
+        GeneratorOutputError, match=r"init\(\) of environment 'recorder' \(.*episode\.py:\d+\) returned"
+    ):
+        async with running:
+            await running.init([])
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf, 10**400], ids=["nan", "-inf", "10**400"])
+async def test_a_metric_that_is_not_finite_is_a_failed_rollout(number: float) -> None:
+    class Unmeasured(QuickRecorder):
+        def get_metrics(self) -> dict[str, Any]:
+            return {"note": "x", "accuracy": number}
+
+    running, calls = episode(Unmeasured)
+
+    async def run() -> None:
+        async with running:
+            await running.step("a", "stop")
+            await running.end()
+
+    with pytest.raises(RolloutError, match=r"failed on prompt 'prompt-7': (ValueError.* accuracy=|OverflowError)"):
+        await run()
+    assert calls[-1][0] == "close"

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from skyrl_train.config.compose import compose
 from skyrl_train.entrypoints.command_line import main
-from skyrl_train.environments import task_folders
+from skyrl_train.environments import sandbox, task_folders
 from skyrl_train.environments.episode import Episode
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.environments.sandbox import why_unavailable
@@ -114,6 +115,7 @@ def test_a_task_says_its_limits_variables_image_and_resources(tmp_path: Path, mo
         ({"task_toml": "agent = 3"}, r"must be a table, \[agent\]"),
         ({"task_toml": "[agent]\ntimeout_sec = 'long'"}, "a value of the wrong kind.*long"),
         ({"task_toml": "[environment]\nenv = {KEY = '${NOT_SET_ANYWHERE}'}"}, "NOT_SET_ANYWHERE is not set"),
+        ({"task_toml": "[environment]\nmemory = '2048'"}, "memory='2048' has none of the units"),
         ({"task_toml": "[environment]\ngpus = 1"}, r"environment\.gpus, which is not supported"),
         ({"task_toml": "[agent]\nnetwork_mode = 'allowlist'"}, "network_mode=allowlist"),
         ({"environment__docker-compose_yaml": ""}, "docker-compose.yaml, which is not supported"),
@@ -243,6 +245,54 @@ def test_an_episode_ends_without_a_command_at_the_last_turn_and_when_cut_off(tmp
     assert long.step("```bash\nseq 100000\n```")["observations"][0]["content"].startswith("1\n2\n3\n[")
     for open_one in (last, cut, cut_in_a_command, ended_by_a_stop_text, slow, long):
         open_one.close()
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_a_command_may_remove_its_folder(tmp_path: Path) -> None:
+    container = open_container(write(tmp_path, environment__Dockerfile="FROM debian\nWORKDIR /srv/task\n"))
+    assert container.run("rm -rf /srv/task; echo gone", 60).output == "gone\n"
+    assert container.run('pwd; echo "$HOME"; ls', 60).output == "/srv/task\n/srv/task\n"
+    container.run("cd /; rmdir /srv/task; touch /srv/task", 60)
+    assert container.run_tests() == {"reward": 1.0}
+    container.close()
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_a_command_that_no_shell_takes_is_no_failed_rollout(tmp_path: Path) -> None:
+    episode = environment(write(tmp_path))
+    assert episode.step("```bash\necho a\0b\n```")["observations"][0]["content"] == "ab\n"
+    answer = episode.step(f"```bash\necho {'a' * 200_000}\n```")["observations"][0]["content"]
+    assert answer == "bash: Argument list too long\n\n[exit code 126]"
+    episode.close()
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_the_wait_for_a_core_is_no_time_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    episode = environment(write(tmp_path, task_toml="[agent]\ntimeout_sec = 600\n"))
+    now = 0.0
+
+    class Crowded:
+        def __enter__(self) -> None:
+            nonlocal now
+            now += 1000.0
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(sandbox, "_slots", Crowded())
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert not episode.step("```bash\ntrue\n```")["done"]
+    episode.close()
+
+
+def test_tests_are_copied_from_a_folder_with_a_colon_in_its_name(
+    tmp_path: Path, docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    container = open_container(write(Path("first:task")), "docker")
+    container.run_tests()
+    container.close()
+    copied = next(call for call in docker.read_text().splitlines() if call.startswith("cp"))
+    assert copied.split()[1] == f"{tmp_path.resolve()}/first:task/tests/.", "docker reads another as CONTAINER:PATH"
 
 
 async def test_an_episode_gets_the_number_of_turns_and_the_protocol(tmp_path: Path, docker: Path) -> None:

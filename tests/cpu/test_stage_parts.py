@@ -175,6 +175,8 @@ async def test_metrics_of_a_reward_function_are_those_of_its_group() -> None:
     assert decode_group(encode_group(rewarded)) == rewarded
     with pytest.raises(StageError, match="returned the metric judged='x', no finite number"):
         mean_metrics([{"reward": 1.0, "metrics": {"judged": "x"}}])
+    with pytest.raises(NonFiniteRewardError, match="returned the metric judged=nan, no finite number"):
+        mean_metrics([{"reward": 1.0, "metrics": {"judged": math.nan}}])
     with pytest.raises(StageError, match=r"returned the metrics \[3\], no dict of numbers"):
         mean_metrics([{"reward": 1.0, "metrics": [3]}])
 
@@ -284,6 +286,20 @@ async def test_a_reward_function_that_fails_once_is_asked_again(order: str) -> N
         assert executor.limits_s == [300.0, 300.0]
     finally:
         await stage.aclose()
+
+
+async def test_a_reward_function_may_write_into_what_it_gets() -> None:
+    told: list[tuple[str, str]] = []
+    stage = reward_stage(WorkerPool([ThreadWorker(reward_work("stage_worlds:Careless", {}))]), told)
+    await stage.start()
+    rewarded = await stage.run(group(), RECORD)
+    await stage.aclose()
+    assert [sample.reward for sample in rewarded.samples] == [3.0, 2.0]
+    assert ["ConnectionError" in reason for _, reason in told] == [True]
+    assert RECORD.env_extras == {"answer": "3"}
+    asked = group_to_reward(RECORD, group().samples, decode)
+    functions = summed("taking_reward", "taking_trl_reward")
+    assert [entry["reward"] for entry in load_reward_function(SUM, functions)(asked)] == [3.0 + 2.0] * 2
 
 
 async def test_a_reward_function_that_fails_for_good_is_a_failed_rollout_with_its_reason() -> None:

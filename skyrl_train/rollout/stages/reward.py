@@ -29,7 +29,7 @@ import numpy as np
 
 from skyrl_train.config.import_path import import_name
 from skyrl_train.config.keys import nearest
-from skyrl_train.environments.base import PromptRecord
+from skyrl_train.environments.base import PromptRecord, copied
 from skyrl_train.errors import ConfigError, NonFiniteRewardError, RolloutError, StageError
 from skyrl_train.generators.validation import is_finite
 from skyrl_train.observability.failures import OnFailure
@@ -69,6 +69,19 @@ class GroupToReward:
     env_extras: Mapping[str, Any]  # the row's other columns, such as the correct answer
     samples: tuple[SampleToReward, ...]
     is_text: bool = False  # the row has text, from which prompt has its only message
+
+    def own_copy(self) -> GroupToReward:
+        """Return a copy for one call of user code, which may write into the lists and mappings that it receives."""
+        samples = (
+            replace(
+                sample,
+                prompt_token_ids=[*sample.prompt_token_ids],
+                response_ids=[*sample.response_ids],
+                loss_mask=[*sample.loss_mask],
+            )
+            for sample in self.samples
+        )
+        return replace(self, prompt=copied(self.prompt), env_extras=copied(self.env_extras), samples=tuple(samples))
 
 
 def load_reward_function(path: str, kwargs: Mapping[str, Any]) -> Function:
@@ -110,11 +123,15 @@ def _is_of_trl(target: Any) -> bool:
 def _call_with_columns(function: Callable[..., Any], group: GroupToReward) -> Any:
     """Call a reward function of TRL; an ``async def`` returns its coroutine."""
     count, texts = len(group.samples), [sample.text for sample in group.samples]
+
+    def for_each(value: Any) -> list[Any]:
+        return [copied(value) for _ in range(count)]  # as with TRL, a change to one sample's is none to the others'
+
     as_messages = [[{"role": "assistant", "content": text}] for text in texts]
     given: dict[str, Any] = {
-        **{name: [value] * count for name, value in group.env_extras.items()},
+        **{name: for_each(value) for name, value in group.env_extras.items()},
         **(function.keywords if isinstance(function, functools.partial) else {}),  # the setting wins over a column
-        "prompts": [group.prompt[0]["content"] if group.is_text else group.prompt] * count,
+        "prompts": for_each(group.prompt[0]["content"] if group.is_text else group.prompt),
         "completions": texts if group.is_text else as_messages,
         "completion_ids": [sample.response_ids for sample in group.samples],
     }
@@ -154,7 +171,7 @@ class WeightedSum:
 
     def __call__(self, group: GroupToReward) -> Any:
         """Return an entry per sample; a coroutine if a function is an ``async def``."""
-        answers = [function(group) for function in self.functions.values()]
+        answers = [function(group.own_copy()) for function in self.functions.values()]
         if not any(map(inspect.isawaitable, answers)):
             return self._sum(answers, len(group.samples))
 
@@ -326,7 +343,7 @@ class RewardStage(Stage):
         question = group_to_reward(record, group.samples, self._decode)
         for attempt in range(1, self._attempts + 1):
             try:
-                answer = await self.executor.call(question, self._timeout_s)
+                answer = await self.executor.call(question.own_copy(), self._timeout_s)
             except CallFailed as failure:
                 if isinstance(failure.error, StageError):  # a sum says that one of its functions breaks the contract
                     raise failure.error from failure
@@ -355,9 +372,7 @@ class RewardStage(Stage):
 def group_to_reward(
     record: PromptRecord, samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]
 ) -> GroupToReward:
-    """Build the argument of the reward function. Pure."""
-    # User code may write into the prompt and its extras.
-    record = record.own_copy()
+    """Build the argument of the reward function, which shares the prompt and the extras with ``record``. Pure."""
     lasts = [sample.sequences[-1] for sample in samples]
     return GroupToReward(
         uid=record.uid,
@@ -413,13 +428,16 @@ def mean_metrics(answer: Iterable[Any]) -> dict[str, float]:
     """Return the means of the metrics in ``answer``, each over the samples that have it, as ``environment/<name>``. Pure.
 
     Raises:
-        StageError: a metric is no finite number.
+        StageError: a metric is no number.
+        NonFiniteRewardError: a metric is NaN or infinite.
     """
     values: dict[str, list[float]] = {}
     for entry in answer:
         for name, value in _reward_and_metrics(entry)[1].items():
             if not _is_number(value):
-                raise StageError(
+                # As for rewards: a NaN is a fault of this rollout, anything else one of the function.
+                kind = NonFiniteRewardError if hasattr(value, "__float__") else StageError
+                raise kind(
                     f"The reward function ({SETTING}) returned the metric {name}={value!r:.80}, no finite number."
                 )
             values.setdefault(f"environment/{name}", []).append(float(value))
