@@ -400,8 +400,8 @@ def returns(value: Any) -> Callable[..., Any]:
     return run
 
 
-async def asks_for_too_much(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
-    await Model(base_url, api_key).answer(prompt, max_tokens=5000)
+async def asks_for_nothing(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+    await Model(base_url, api_key).answer(prompt, max_tokens=0)
     return 1.0
 
 
@@ -421,7 +421,7 @@ async def rewards_a_turn_too_many(prompt: Messages, base_url: str, api_key: str,
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
-        (asks_for_too_much, r"it raised HTTPStatusError\(.*400 Bad Request"),
+        (asks_for_nothing, r"it raised HTTPStatusError\(.*400 Bad Request"),
         (
             shows_its_key,
             r"it raised ValueError\('my key is <api key>'\) \(test_harness_generator.py, line \d+, in shows",
