@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from skyrl_train.config.compare import LENGTH, changes, explain
+from skyrl_train.config.compose import text_override
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.entrypoints.inputs import check_implementations, load_inputs
@@ -87,8 +87,8 @@ def sweep(
         name = re.sub(r"[^\w.+-]", "-", "_".join(short(text, swept) for text in given), flags=re.ASCII)[:MAX_NAME]
         while any(run.name == name for run in runs):  # values that differ in such characters only, or behind MAX_NAME
             name += "-"
-        quoted = QuotedString(str(folder / name), Quote.single).with_quotes()
-        runs.append(SweepRun(name, folder / name, (*fixed, *given, f"trainer.run_dir={quoted}")))
+        run_dir = text_override("trainer.run_dir", str(folder / name))
+        runs.append(SweepRun(name, folder / name, (*fixed, *given, run_dir)))
     # All are checked before the first one trains, which may be hours before the last one.
     read: list[tuple[Any, ...]] = []
     for run in runs:

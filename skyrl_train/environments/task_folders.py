@@ -419,9 +419,8 @@ class DockerContainer(Container):
     def add_tests(self) -> None:
         self.run("rm -rf /tests; mkdir /tests", self.task.tests_s)
         failed = f"{self.task.folder}: the tests cannot be copied into the container"
-        tests = (
-            self.task.folder / "tests"
-        ).resolve()  # of another path with a colon, the beginning would name a container
+        # Absolute: docker takes what is before a colon in a relative path for the name of a container.
+        tests = (self.task.folder / "tests").resolve()
         self._docker("cp", f"{tests}/.", f"{self._id}:/tests", failed=failed, timeout_s=self.task.tests_s)
 
     def close(self) -> None:

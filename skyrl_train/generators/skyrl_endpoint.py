@@ -233,10 +233,9 @@ class AgentEndpoint:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
         return self._client.policy_version
 
-    def most_tokens(self, session_id: str | None) -> int | None:
+    def max_tokens_of(self, session_id: str | None) -> int | None:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
-        named = [call for call in self.calls if session_id in call.sessions]
-        return max((call.sampling.max_tokens for call in named or self.calls), default=None)
+        return max((call.sampling.max_tokens for call in self._calls_of(session_id)), default=None)
 
     async def complete(self, request: GenerationRequest) -> Generation:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
@@ -265,13 +264,16 @@ class AgentEndpoint:
         """
         requested = replace(request.params, seed=None)  # an agent's fixed seed would make all samples of a group equal
         exact = self.capabilities.grammar_continuation
-        named = [call for call in self.calls if request.session_id in call.sessions]
-        runs = dict.fromkeys(call.sampling for call in named or self.calls)
+        runs = dict.fromkeys(call.sampling for call in self._calls_of(request.session_id))
         fits = [(run, *run_params(requested, run, agents_choose=False, exact_grammars=exact)) for run in runs]
         if not fits:
             return replace(request, params=requested), None
         run, params, _ = min(fits, key=lambda fit: (fit[2], _differing_fields(requested, fit[0])))
         return replace(request, params=params), run
+
+    def _calls_of(self, session_id: str | None) -> list[ServedResponses]:
+        """Return the calls with a sample of this name, or all if the name tells nothing."""
+        return [call for call in self.calls if session_id in call.sessions] or self.calls
 
     def _keep(self, request: GenerationRequest, run: SamplingParams | None, generation: Generation) -> None:
         if run is None or request.adapter is not None:

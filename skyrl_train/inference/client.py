@@ -297,7 +297,11 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
     # Lifetime -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all engines concurrently, then the supervisor. Fails when one cannot start, and no other one goes on then."""
+        """Start all engines concurrently, then the supervisor.
+
+        Raises:
+            Exception: of the first engine that cannot start; the other starts are cancelled.
+        """
         await gather_or_cancel(engine.start() for engine in self._pool.active_engines)
         self.supervisor.start()
 

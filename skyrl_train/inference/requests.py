@@ -92,8 +92,8 @@ class GenerationService(Protocol):
     def policy_version(self) -> int:
         """The version that every routed engine holds; -1 before the first weight sync."""
 
-    def most_tokens(self, session_id: str | None) -> int | None:
-        """Return how many tokens a response in this session has at most, whatever is asked for; None: no such limit."""
+    def max_tokens_of(self, session_id: str | None) -> int | None:
+        """Return the run's limit on the tokens of a response in this session, whatever is asked for; None: there is none."""
         return None
 
     @abstractmethod

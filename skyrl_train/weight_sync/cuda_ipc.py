@@ -42,9 +42,8 @@ class CudaIpcTransport(WeightTransport):
         self._device = torch.device(device)
         self._verify = verify
         self._areas = DoubleBuffer(functools.partial(DeviceStaging, self._device))
-        self._shared: list[
-            tuple[bytes, int]
-        ] = []  # since the last release: where torch counts who may still use a copy
+        # Of the copies since the last release: where torch counts who may still use them.
+        self._shared: list[tuple[bytes, int]] = []
 
     def gather(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
         """Copy the weights, cast, into the older of the two staging areas.

@@ -80,7 +80,7 @@ def test_a_sweep_trains_each_combination_once_and_continues_after_a_failure(
     ]
     (folder / names[3] / "other").unlink()
     assert main(given) == 0, "the one that failed"
-    assert len(commands) == 5 and f"trainer.run_dir='{folder / names[3]}'" in commands[4]
+    assert len(commands) == 5 and f"trainer.run_dir={folder / names[3]}" in commands[4]
     assert main([word.replace("data.generate=8", "data.generate=9") for word in given]) == 2
     assert "data.generate: was 8, now 9" in capsys.readouterr().err
 

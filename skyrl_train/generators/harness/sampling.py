@@ -103,7 +103,7 @@ class RunSampling:
         """The policy version of all routable engines."""
         return self._generation.policy_version
 
-    def most_tokens(self, session_id: str | None) -> int | None:
+    def max_tokens_of(self, session_id: str | None) -> int | None:
         """See :class:`~skyrl_train.inference.requests.GenerationService`."""
         session = self.sessions.get(session_id or "")
         return None if session is None else session.run.max_tokens

@@ -52,7 +52,7 @@ _CACHED_CHARACTERS = 65_536
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 _KNOW_DEVELOPER = frozenset({"deepseek-v4", "gemma4", "gpt-oss"})
 # Arguments that follow from fields of the APIs. A family without one ignores it, as a Jinja template does.
-_OF_APIS = frozenset({"enable_thinking", "reasoning_effort"})
+_API_ARGUMENTS = frozenset({"enable_thinking", "reasoning_effort"})
 
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
@@ -292,7 +292,7 @@ class ChatRenderer:
     def _checked(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         if self._family is not None:
             family = self._family
-            template_kwargs = {k: v for k, v in template_kwargs.items() if k not in _OF_APIS or family.takes(k)}
+            template_kwargs = {k: v for k, v in template_kwargs.items() if k not in _API_ARGUMENTS or family.takes(k)}
         template_kwargs = {**self._template_kwargs, **template_kwargs}
         for key in template_kwargs:
             if key in self._own_arguments:

@@ -209,6 +209,11 @@ class ChatService:
 
     async def _plan_turn(self, request: ChatRequest, session: RecordingSession | None) -> _PlannedTurn:
         plan, tools = await self._plan_prompt(request, session)
+        limit = self.generation.max_tokens_of(request.session_id if session is None else session.id)
+        if limit is not None:  # what is asked for beyond it need not fit the context
+            params = dataclasses.replace(request.params, min_tokens=min(request.params.min_tokens, limit))
+            max_tokens = None if request.max_tokens is None else min(request.max_tokens, limit)
+            request = dataclasses.replace(request, params=params, max_tokens=max_tokens)
         context, prompt_tokens = self.generation.capabilities.max_model_len, len(plan.prompt_token_ids)
         # Reject before sampling: the engines would raise later, after other choices have begun.
         params, room = request.params, context - prompt_tokens
@@ -217,13 +222,7 @@ class ChatService:
                 f"The prompt has {prompt_tokens} tokens and leaves no room in a context of {context} tokens. Shorten "
                 "the conversation, or raise the context: in a training run, generator.max_input_length."
             )
-        max_tokens = request.max_tokens
-        most = self.generation.most_tokens(request.session_id if session is None else session.id)
-        if most is not None:
-            max_tokens = None if max_tokens is None else min(max_tokens, most)
-            params = dataclasses.replace(params, min_tokens=min(params.min_tokens, most))
-            request = dataclasses.replace(request, params=params)
-        wanted = max(max_tokens or 1, params.min_tokens)
+        wanted = max(request.max_tokens or 1, params.min_tokens)
         if wanted > room:
             raise RequestError(
                 f"The prompt has {prompt_tokens} tokens and {wanted} are asked for, beyond the context of {context} "
@@ -232,7 +231,7 @@ class ChatService:
         params = await self._guided(request, plan.prompt_token_ids)
         if session is not None:
             # Without a requested length, the least that the request can take.
-            least = max_tokens or max(params.min_tokens, 1)
+            least = request.max_tokens or max(params.min_tokens, 1)
             session.check_room(params.n, plan=plan, sampled_tokens=params.n * least)
         # A chat format may end a turn with other tokens than the model's end of sequence.
         ends = () if params.ignore_eos else self.renderer.stop_token_ids
@@ -242,7 +241,7 @@ class ChatService:
         params = dataclasses.replace(
             params,
             n=1,
-            max_tokens=room if max_tokens is None else max_tokens,
+            max_tokens=room if request.max_tokens is None else request.max_tokens,
             stop_token_ids=tuple(dict.fromkeys([*params.stop_token_ids, *ends])),
         )
         requests = [

@@ -322,13 +322,15 @@ class CompletionRun:
         requests = []
         if self._params.structured is not None and self._client.capabilities.grammar_continuation:
             await check_grammar(self._params.structured, self._grammar_field)
-        asked, most = self._params.max_tokens, self._generation.most_tokens(self._session_id)
-        asked = min(asked, asked if most is None else most)
-        least = 1 if self._fill_context else asked  # of each response
+        asked, limit = self._params, self._generation.max_tokens_of(self._session_id)
+        if limit is not None:  # what is asked for beyond it need not fit the context
+            most, fewest = min(asked.max_tokens, limit), min(asked.min_tokens, limit)
+            asked = dataclasses.replace(asked, max_tokens=most, min_tokens=fewest)
+        least = 1 if self._fill_context else asked.max_tokens  # of each response
         for prompt in self._prompts:
             check_characters(prompt if isinstance(prompt, str) else "", context, "prompt")
             token_ids = await encode_prompt(self._client, prompt)
-            if len(token_ids) + max(least, min(asked, self._params.min_tokens)) > context:
+            if len(token_ids) + max(least, asked.min_tokens) > context:
                 raise DialectError(
                     f"The prompt has {len(token_ids)} tokens; with max_tokens={least} that is beyond the context of {context}.",
                     "max_tokens",
@@ -336,9 +338,8 @@ class CompletionRun:
                 )
             plan = PromptPlan(token_ids) if session is None else session.plan_completion(token_ids)
             # Each response is a separate request, because it continues alone across weight updates.
-            max_tokens = context - len(token_ids) if self._fill_context else asked
-            min_tokens = min(self._params.min_tokens, max_tokens)
-            params = dataclasses.replace(self._params, n=1, max_tokens=max_tokens, min_tokens=min_tokens)
+            max_tokens = context - len(token_ids) if self._fill_context else asked.max_tokens
+            params = dataclasses.replace(asked, n=1, max_tokens=max_tokens)
             oldest = None if session is None else session.oldest_version
             for choice in range(self._params.n):
                 self._plans.append(plan)

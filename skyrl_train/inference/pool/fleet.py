@@ -6,8 +6,9 @@
                └───────────────── DEAD <───────died─────────┴────────────────────┘         any ──retire──> RETIRED
 
 Only a HEALTHY engine gets requests. A SUSPECT one keeps those that it has. An engine that was restarted or added is
-STALE until it holds the current weights: otherwise it would serve an old policy as the current version. One that hangs as it
-misses an update is STALE, too: it is probed before it catches up, and dies after as many silent probes.
+STALE until it holds the current weights: otherwise it would serve an old policy as the current version. An engine that hangs
+and so misses an update is STALE, too. It is probed before it catches up, and counts as dead after ``max_failed_probes`` probes
+without an answer.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Fleet:
             self._move(engine, EngineState.HEALTHY, {EngineState.SUSPECT})
 
     def silent(self, engine: int, reason: str) -> bool:
-        """Record an unanswered probe, of a stale engine also. Returns whether the engine counts as dead now."""
+        """Record an unanswered probe; a stale engine is probed, too. Returns whether the engine counts as dead now."""
         record = self.records[engine]
         # Probes in a row: one answer sets the counter back.
         record.failed_probes += 1

@@ -340,10 +340,11 @@ class RewardStage(Stage):
         self._on_failure = on_failure
 
     async def run(self, group: RolloutGroup, record: PromptRecord) -> RolloutGroup:
-        question = group_to_reward(record, group.samples, self._decode)
         for attempt in range(1, self._attempts + 1):
+            # Built anew, because user code may write into it.
+            question = group_to_reward(record, group.samples, self._decode)
             try:
-                answer = await self.executor.call(question.own_copy(), self._timeout_s)
+                answer = await self.executor.call(question, self._timeout_s)
             except CallFailed as failure:
                 if isinstance(failure.error, StageError):  # a sum says that one of its functions breaks the contract
                     raise failure.error from failure
@@ -372,7 +373,8 @@ class RewardStage(Stage):
 def group_to_reward(
     record: PromptRecord, samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]
 ) -> GroupToReward:
-    """Build the argument of the reward function, which shares the prompt and the extras with ``record``. Pure."""
+    """Build the argument of one call of the reward function, which shares no list and no mapping with others. Pure."""
+    record = record.own_copy()
     lasts = [sample.sequences[-1] for sample in samples]
     return GroupToReward(
         uid=record.uid,

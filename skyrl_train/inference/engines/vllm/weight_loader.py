@@ -136,8 +136,8 @@ class WeightLoader:
     def loads_in_place(self, weights: Mapping[str, torch.Tensor]) -> bool:
         """Return whether loading ``weights`` in place gives what vLLM's reload of them has just given.
 
-        Before the trial, the sign of every value is changed, also of zeros: so a weight that is not loaded is seen. At the end
-        vLLM serves ``weights``, whatever the trial gave.
+        The trial begins with the opposite sign of every value, zeros included, so that a weight that it does not load differs.
+        Afterwards vLLM serves ``weights`` in either case.
         """
         with torch.no_grad(), without_lora_layers(self._model):
             if not computes_with_parameters(self._model, self._device):
