@@ -236,7 +236,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
             clock=clock,
         )
         super().__init__(pool, phase_timeout_s=pause_timeout_s, events=events, clock=clock)
-        self.supervisor = FleetSupervisor(pool, self.catch_up, probe_interval_s=probe_interval_s, clock=clock)
+        self.supervisor = FleetSupervisor(pool, self, probe_interval_s=probe_interval_s, clock=clock)
         self.tokenizer = tokenizer
         self.renderer = ChatRenderer(tokenizer, model_path) if renderer is None else renderer
         self.replay_cache = ReplayCache(enabled=replay)
@@ -387,7 +387,7 @@ class InferenceEngineClient(FleetUpdates, RequestClient):
         """
         number = self._pool.add(engine)
         try:
-            await engine.start()
+            await self.start_engine(number)
             # Started means stale: it gets no request until it holds the current weights.
             self._pool.fleet.started(number)
             await self.catch_up(number)

@@ -358,7 +358,7 @@ class InferenceEngineInterface(ABC):
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> None:
-        """Free device memory while paused. Only where ``capabilities.sleep``.
+        """Free device memory while paused. Only where ``capabilities.sleep``. An engine that sleeps already stays as it is.
 
         Args:
             level: 1: the weights stay in main memory; 2: they may be lost, and an update must be loaded before ``resume``.

@@ -77,6 +77,7 @@ class ModelledEngine(InferenceEngineInterface):
         self._busy_s = 0.0
         self._version = -1
         self._paused: PauseMode | None = None
+        self._asleep = False
         self._alive = True
         self._steps = 0.0  # decode steps since the start, fractions included
         self._looked_at = 0.0  # the time of that count
@@ -99,7 +100,7 @@ class ModelledEngine(InferenceEngineInterface):
     async def start(self) -> None:
         if not self._alive:
             await asyncio.sleep(self.speed.restart_s)
-            self._alive, self._version, self._paused = True, -1, None
+            self._alive, self._version, self._paused, self._asleep = True, -1, None, False
         self._looked_at = asyncio.get_running_loop().time()
 
     async def die(self) -> None:
@@ -260,11 +261,14 @@ class ModelledEngine(InferenceEngineInterface):
 
     async def sleep(self, level: int = 1) -> None:
         self._check_alive()
-        await asyncio.sleep(self.speed.sleep_s)
+        if not self._asleep:
+            self._asleep = True
+            await asyncio.sleep(self.speed.sleep_s)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         self._check_alive()
-        if tags is None or "weights" in tags:  # the KV cache comes back empty, in no time
+        if self._asleep and (tags is None or "weights" in tags):  # the KV cache comes back empty, in no time
+            self._asleep = False
             await asyncio.sleep(self.speed.sleep_s)
 
     async def reset_prefix_cache(self) -> None:

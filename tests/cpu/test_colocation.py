@@ -106,10 +106,14 @@ class ColocatedEngine(ScriptedEngine):
 
     async def sleep(self, level: int = 1) -> None:
         assert self.paused is not None and not self.running
+        if self.alive and self.device.held.isdisjoint(MEMORY):
+            return
         self._happens(f"sleep {level}")
         self.device.held -= MEMORY
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        if self.alive and self.device.held >= set(tags or MEMORY):
+            return
         self._happens(f"wake {' '.join(tags or MEMORY)}")
         assert "training state" not in self.device.held
         assert tags == ["weights"] or self.not_beside_kv_cache.isdisjoint(self.device.held), (

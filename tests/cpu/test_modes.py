@@ -296,7 +296,7 @@ class SlowEngine(ScriptedEngine):
 class SleepyEngine(SlowEngine):
     """Can sleep, and notes what it was asked while it did."""
 
-    asleep = False
+    asleep: frozenset[str] = frozenset()
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -304,15 +304,16 @@ class SleepyEngine(SlowEngine):
 
     async def sleep(self, level: int = 1) -> None:
         assert self.paused is not None and not self.running
-        self.asleep = True
+        self.asleep = frozenset({"weights", "kv_cache"})
         self.calls.append("sleep")
 
-    async def wake_up(self, tags: object = None) -> None:
-        self.asleep = False
-        self.calls.append(f"wake_up {tags}")
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        if self.asleep.intersection(tags or self.asleep):
+            self.calls.append(f"wake_up {tags}")
+        self.asleep = self.asleep.difference(tags or self.asleep)
 
     async def receive_weights(self, update: object) -> None:
-        assert not self.asleep
+        assert "weights" not in self.asleep
         await super().receive_weights(update)  # type: ignore[arg-type]
 
 

@@ -36,6 +36,7 @@ from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightR
 from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, check_update
 from skyrl_train.inference.engines.vllm.worker import WorkerExtension
 from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.disk import DiskTransport
 from skyrl_train.weight_sync.process_group import GlooTransport
 from skyrl_train.weight_sync.shared_area import machine
@@ -207,6 +208,30 @@ async def test_nothing_is_sampled_between_waking_up_and_the_pause_that_follows(l
     assert not waking.done()
     answered.set()
     await waking
+
+
+async def test_an_engine_that_sleeps_or_is_half_awake_can_be_put_to_sleep_again() -> None:
+    """A fleet does so after a wake-up that failed. vLLM would give back memory a second time, or take it twice."""
+    calls: list[str] = []
+
+    class Link:
+        async def sleep(self, level: int) -> None:
+            calls.append(f"sleep {level}")
+
+        async def wake_up(self, tags: list[str], *, last: bool) -> None:
+            calls.append(f"wake {' '.join(tags)}{' last' if last else ''}")
+
+    engine = VLLMEngine("/model")
+    engine._capabilities = dataclasses.replace(engine.capabilities, sleep=True)
+    engine._begin(Link(), version=1)  # type: ignore[arg-type]
+    engine._paused = PauseMode.ABORT
+    await engine.sleep(2)
+    await engine.sleep(2)
+    await engine.wake_up(["weights"])
+    await engine.sleep(2)
+    await engine.wake_up()
+    await engine.wake_up()
+    assert calls == ["sleep 2", "wake weights", "wake kv_cache last", "sleep 2", "wake kv_cache weights last"]
 
 
 def test_another_environment_waits_for_its_turn() -> None:

@@ -11,18 +11,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.errors import EngineDeadError, EngineError, NoEngineError
 from skyrl_train.inference.interface import EngineCapabilities, InferenceEngineInterface
-from skyrl_train.inference.pool.fleet import EngineState, Fleet, FleetLimits
+from skyrl_train.inference.pool.fleet import ALIVE, EngineState, Fleet, FleetLimits
 from skyrl_train.inference.pool.router import RequestSlot, Router
 from skyrl_train.runtime.concurrency import Signal
 
 logger = logging.getLogger(__name__)
-_ALIVE = (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +64,6 @@ class EnginePool:
         self._clock = clock
         self.changed = Signal()
         self.frozen: Callable[[], bool] = lambda: False
-        self.wait_for_memory: Callable[[], Awaitable[object]] | None = None  # before an engine is started again
         self.policy_version = -1
         self.engines: dict[int, InferenceEngineInterface] = {}
         self.router = Router()
@@ -181,7 +179,7 @@ class EnginePool:
     def missed_update(self, number: int, reason: str, restart_count: int | None = None) -> None:
         """Take a live engine out of the routing until it has caught up. Reports with an old ``restart_count`` are ignored."""
         record = self.fleet.records[number]
-        if record.state in _ALIVE and restart_count in (None, record.restart_count):
+        if record.state in ALIVE and restart_count in (None, record.restart_count):
             self.fleet.missed_update(number, reason)
             self._leave(number, reason)
 

@@ -29,6 +29,9 @@ class EngineState(StrEnum):
     RETIRED = "retired"  # removed by the user, for good
 
 
+ALIVE = frozenset({EngineState.STALE, EngineState.HEALTHY, EngineState.SUSPECT})
+
+
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
     """Limits of recovery.

@@ -18,6 +18,7 @@ from skyrl_train.errors import EngineDeadError
 from skyrl_train.inference.interface import EngineHealth
 from skyrl_train.inference.pool.engine_pool import EnginePool
 from skyrl_train.inference.pool.fleet import EngineState
+from skyrl_train.inference.pool.updates import FleetUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +27,20 @@ class FleetSupervisor:
     """Runs recoveries and probes; the fleet decides when they are due.
 
     Args:
-        catch_up: brings a stale engine to the current weights and into the routing, or raises ``EngineError``.
+        updates: starts and ends the engines, and brings stale ones up to date.
         probe_interval_s: seconds between two probes of an engine that serves, and the limit of one.
     """
 
     def __init__(
         self,
         pool: EnginePool,
-        catch_up: Callable[[int], Awaitable[None]],
+        updates: FleetUpdates,
         *,
         probe_interval_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
-        self._catch_up = catch_up
+        self._updates = updates
         self._interval_s = probe_interval_s
         self._clock = clock
         self._next_probe_at = clock() + probe_interval_s
@@ -108,13 +109,10 @@ class FleetSupervisor:
         task.add_done_callback(ended)
 
     async def _restart(self, number: int) -> None:
-        engine = self._pool.engines[number]
         logger.info("restarting inference engine %d", number)
         try:
-            await engine.teardown()  # frees what the dead process left behind
-            if self._pool.wait_for_memory is not None:  # while engines sleep, their memory is the trainer's
-                await self._pool.wait_for_memory()
-            await engine.start()
+            await self._updates.end_engine(number)  # frees what the dead process left behind
+            await self._updates.start_engine(number)
         except Exception as error:  # an engine may raise anything; the fleet retries or gives up
             self._pool.died(number, f"it could not be restarted: {str(error) or repr(error)}")
             return
@@ -122,7 +120,7 @@ class FleetSupervisor:
         if state is not EngineState.STARTING:  # it was removed, or died again meanwhile
             # Removed while it started: its teardown ran before the new process existed, so end that process here.
             if state is EngineState.RETIRED:
-                await engine.teardown()
+                await self._updates.end_engine(number)
             return
         self._pool.fleet.started(number)
         await self._update(number)
@@ -145,7 +143,7 @@ class FleetSupervisor:
     async def _update(self, number: int) -> None:
         restart_count = self._pool.fleet.records[number].restart_count
         try:
-            await self._catch_up(number)
+            await self._updates.catch_up(number)
         except EngineDeadError as error:
             self._pool.died(number, str(error), restart_count)
         except Exception as error:  # an engine may raise anything; the fleet plans another attempt

@@ -10,19 +10,22 @@ However an update ends (failure, timeout, cancellation), every engine that serve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, WeightSyncError
 from skyrl_train.events.log import EventLog
 from skyrl_train.inference.interface import InferenceEngineInterface
 from skyrl_train.inference.pool.engine_pool import EnginePool
-from skyrl_train.inference.pool.fleet import EngineState
+from skyrl_train.inference.pool.fleet import ALIVE, EngineState
 from skyrl_train.runtime.concurrency import Gate
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.update import WeightUpdate
 
+logger = logging.getLogger(__name__)
 _KEPT_PAUSES = 1024  # a request that more updates interrupt has coarse times of its earliest segments
 PhaseCall = Callable[[InferenceEngineInterface], Awaitable[None]]
 
@@ -67,11 +70,10 @@ class FleetUpdates:
         self._paused_mode: PauseMode | None = None
         self._paused: set[int] = set()
         self._awake = Gate()  # closed while the fleet sleeps
-        self._asleep: set[int] = set()  # paused, and without some or all of their device memory
+        self._processes_in_change: set[int] = set()  # engines whose processes start or end now
         # Returns the current weights for an engine that catches up; None: they still lie where the last update says.
         self.restage: Callable[[], Awaitable[WeightUpdate]] | None = None
         pool.frozen = lambda: self._lock.locked() or not self.gate.is_open
-        pool.wait_for_memory = self._awake.wait_open
 
     # Pausing ------------------------------------------------------------------------------------------------------
 
@@ -129,10 +131,11 @@ class FleetUpdates:
             self.gate.open()
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the device memory of the paused engines that can sleep (``capabilities.sleep``) and are awake.
+        """Free the device memory of every engine: of those that serve (pause them before), and of all others that live.
 
-        Wake them before weights are loaded. Until then no engine starts or joins: it would take the freed memory. An engine that
-        dies has freed its memory, too.
+        One that is suspect becomes stale, one that does not fall asleep is ended and started again later, and a start that is
+        under way is waited for. Wake the engines before weights are loaded. Until then no engine starts or joins: it would take
+        the freed memory.
 
         Args:
             level: 1: the engines keep their weights in main memory; 2: they drop them, and need a weight sync.
@@ -140,20 +143,32 @@ class FleetUpdates:
         Raises:
             WeightSyncError: living engines can sleep, and none did.
         """
-        # Closed before the lock is taken: catch-ups that begin while this call waits for the lock must wait too.
+        # Closed before the lock is taken: starts and catch-ups that begin while this call waits must wait, too.
         self._awake.close()
+        await self._pool.changed.wait_until(lambda: not self._processes_in_change)
         async with self._lock:
-            able = [
-                n
-                for n in self._pool.router.routed
-                if n in self._paused - self._asleep and self._pool.engines[n].capabilities.sleep
-            ]
-            self._asleep |= set(able)  # engines that fail to sleep included: their state is unknown
-            if not able:
-                return
-            outcome = await self._on_each("sleep", lambda engine: engine.sleep(level), able)
-            self._asleep -= set(outcome.dead)
-            if outcome.succeeded or outcome.alive_but_failed or outcome.cancelled:
+            engines, records = self._pool.engines, self._pool.fleet.records
+            for number in [number for number, record in records.items() if record.state is EngineState.DEAD]:
+                await self._end_in_time(number)  # it may count as dead because it hangs
+            able = [n for n, record in records.items() if record.state in ALIVE and engines[n].capabilities.sleep]
+            idle = [n for n in able if n not in self._pool.router.routed]
+            for number in idle:
+                if records[number].state is EngineState.SUSPECT:
+                    self._pool.missed_update(number, "it did not answer when the engines were put to sleep")
+            paused = [engines[n] for n in able if n in self._paused]
+            able = [n for n in able if n in self._paused or n in idle]
+
+            async def fall_asleep(engine: InferenceEngineInterface) -> None:
+                if engine not in paused:
+                    await engine.pause(PauseMode.ABORT)
+                await engine.sleep(level)
+
+            outcome = await self._on_each("sleep", fall_asleep, able) if able else PhaseOutcome()
+            if outcome.succeeded and not outcome.cancelled:
+                for number, failure in outcome.alive_but_failed.items():
+                    self._pool.died(number, f"it could not be put to sleep: {failure}")
+                    await self._end_in_time(number)
+            elif outcome.alive_but_failed or outcome.cancelled:
                 self._settle("put to sleep", outcome)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -170,18 +185,43 @@ class FleetUpdates:
         """
         try:
             async with self._lock:
-                asleep = [n for n in self._pool.router.routed if n in self._asleep]
+                able = [n for n in self._pool.router.routed if self._pool.engines[n].capabilities.sleep]
                 outcome = PhaseOutcome()
-                if asleep:
-                    outcome = await self._on_each("wake", lambda engine: engine.wake_up(tags), asleep)
-                # Another process takes the place of a dead one.
-                self._asleep -= set(outcome.dead)
+                if able:
+                    outcome = await self._on_each("wake", lambda engine: engine.wake_up(tags), able)
                 if outcome.succeeded or outcome.alive_but_failed or outcome.cancelled:
                     self._settle("wake", outcome)
-                if tags is None or "kv_cache" in tags:
-                    self._asleep -= set(self._pool.router.routed)
         finally:
             self._awake.open()
+
+    # Processes ----------------------------------------------------------------------------------------------------
+
+    async def start_engine(self, number: int) -> None:
+        """Start the process of an engine as soon as the fleet is awake: until then its memory is the trainer's."""
+        await self._awake.wait_open()
+        async with self._process_changes(number):
+            await self._pool.engines[number].start()
+
+    async def end_engine(self, number: int) -> None:
+        """End the process of an engine; it frees its memory. Idempotent."""
+        async with self._process_changes(number):
+            await self._pool.engines[number].teardown()
+
+    @contextlib.asynccontextmanager
+    async def _process_changes(self, number: int) -> AsyncIterator[None]:
+        await self._pool.changed.wait_until(lambda: number not in self._processes_in_change)
+        self._processes_in_change.add(number)
+        try:
+            yield
+        finally:
+            self._processes_in_change.discard(number)
+            self._pool.changed.notify()
+
+    async def _end_in_time(self, number: int) -> None:
+        try:
+            await self._in_time("end", number, self.end_engine(number))
+        except Exception as error:  # an engine may raise anything; whether its memory is free is not known then
+            logger.warning("inference engine %d could not be ended: %s", number, str(error) or repr(error))
 
     # Weights ------------------------------------------------------------------------------------------------------
 
@@ -287,8 +327,7 @@ class FleetUpdates:
             update, engine = self._current, self._pool.engines[number]
             if update is not None and self.restage is not None:
                 update = await self.restage()
-            if number in self._asleep:
-                self._asleep.discard(number)
+            if engine.capabilities.sleep:  # it may sleep since before it became stale
                 await self._in_time("wake", number, engine.wake_up())
             # A restarted engine has lost its adapters; loading one again replaces it.
             for name, path in list(self._adapters.items()):

@@ -478,8 +478,13 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             raise EngineError("An engine sleeps while it is paused; call pause() first.")
         if level > 1 and self._settings.lora_rank:
             raise EngineError("This engine cannot drop its base model, which no weight sync carries; call sleep(1).")
+        kinds = {"weights", "kv_cache"}
+        if self._asleep == kinds:
+            return
+        if self._asleep:  # vLLM would give this memory back a second time
+            await self.wake_up()
         await link.sleep(level)
-        self._asleep = {"weights", "kv_cache"}
+        self._asleep = kinds
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take the memory back: all of it, or "weights" first (so that an update can be loaded) and "kv_cache" later."""
