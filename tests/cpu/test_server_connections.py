@@ -304,6 +304,25 @@ async def test_a_retry_joins_the_request_in_flight() -> None:
         assert opened.session.statistics().turns == 1
 
 
+async def test_the_retry_of_a_refused_request_takes_no_response_of_an_equal_one() -> None:
+    """An agent samples twice in parallel, and the endpoint has no room for the second request at first."""
+    async with endpoint(WatchedEngine(), max_in_flight=2) as world:
+        opened = world.store.open()
+        headers, asked = {"authorization": f"Bearer {opened.api_key}"}, {**ASK, "max_tokens": 4}
+        first = asyncio.create_task(world.http.post(CHAT, json=asked, headers=headers))
+        other = asyncio.create_task(world.http.post(CHAT, json=ASK))
+        await world.engine.holds(2)
+        assert (await world.http.post(CHAT, json=asked, headers=headers)).status_code == 429
+        other.cancel()
+        await world.engine.holds(1)
+        again = {**headers, "x-stainless-retry-count": "1"}
+        retry = asyncio.create_task(world.http.post(CHAT, json=asked, headers=again))
+        await world.engine.holds(2)
+        await world.tick(4)
+        assert [(await request).status_code for request in (first, retry)] == [200, 200]
+        assert opened.session.statistics().turns == 2
+
+
 async def test_a_retry_of_a_stream_gets_it_from_the_beginning() -> None:
     async with endpoint(WatchedEngine()) as world:
         opened = world.store.open()

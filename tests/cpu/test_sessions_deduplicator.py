@@ -59,11 +59,11 @@ class World:
         self.requests = RequestDeduplicator(self.completed)
         self.source = Source()
 
-    async def request(self, *, is_retry: bool = False, key: bytes = KEY) -> asyncio.Task[list[int]]:
+    async def request(self, *, attempt: int = 0, key: bytes = KEY) -> asyncio.Task[list[int]]:
         """Starts a streaming request; returns when it waits for its first new item."""
 
         async def read() -> list[int]:
-            return [item async for item in self.requests.stream(key, self.source.stream, is_retry=is_retry)]
+            return [item async for item in self.requests.stream(key, self.source.stream, attempt=attempt)]
 
         task = asyncio.create_task(read())
         await settle()
@@ -85,7 +85,7 @@ async def test_a_retry_joins_the_request_in_flight_and_gets_all_of_it(world: Wor
     first = await world.request()
     world.source.feed(1, 2)
     await settle()
-    retry = await world.request(is_retry=True)
+    retry = await world.request(attempt=1)
     world.source.feed(3, None)
     assert await first == await retry == [1, 2, 3]
     assert len(world.source.runs) == 1
@@ -101,17 +101,14 @@ async def test_an_equal_request_that_is_no_retry_is_a_new_sample(world: World) -
 
 async def test_a_retry_of_another_request_does_not_join(world: World) -> None:
     await world.request()
-    await world.request(is_retry=True, key=OTHER)
+    await world.request(attempt=1, key=OTHER)
     assert len(world.source.runs) == 2
     world.requests.end(SessionError("over"))
     await settle()
 
 
 async def test_a_result_is_shared_as_well(world: World) -> None:
-    calls = [
-        asyncio.create_task(world.requests.run(KEY, world.source.result, is_retry=is_retry))
-        for is_retry in (False, True, True)
-    ]
+    calls = [asyncio.create_task(world.requests.run(KEY, world.source.result, attempt=attempt)) for attempt in range(3)]
     await settle()
     world.source.feed(5, None)
     assert await asyncio.gather(*calls) == [5, 5, 5]
@@ -123,8 +120,8 @@ async def test_a_retry_after_the_end_gets_the_lost_response(world: World) -> Non
     world.source.feed(1, 2, None)
     await first
     world.clock.now = 59.0
-    for _ in range(2):
-        assert await (await world.request(is_retry=True)) == [1, 2]
+    for attempt in (1, 2):
+        assert await (await world.request(attempt=attempt)) == [1, 2]
     assert len(world.source.runs) == 1
 
 
@@ -133,7 +130,7 @@ async def test_a_retry_that_comes_too_late_samples_again(world: World) -> None:
     world.source.feed(1, None)
     await first
     world.clock.now = 60.0
-    await world.request(is_retry=True)
+    await world.request(attempt=1)
     assert len(world.source.runs) == 2
     world.requests.end(SessionError("over"))
     await settle()
@@ -148,8 +145,8 @@ async def test_by_default_a_finished_response_is_kept_for_a_minute() -> None:
         return next(responses)
 
     found = []
-    for clock.now in (0.0, 59.9, 60.0):
-        found.append(await requests.run(KEY, respond, is_retry=True))
+    for attempt, clock.now in enumerate((0.0, 59.9, 60.0)):
+        found.append(await requests.run(KEY, respond, attempt=attempt))
     assert found == ["a", "a", "b"]
 
 
@@ -160,7 +157,7 @@ async def test_with_no_place_for_kept_responses_a_late_retry_samples_again() -> 
     async def respond() -> str:
         return next(responses)
 
-    assert [await requests.run(KEY, respond, is_retry=is_retry) for is_retry in (False, True)] == ["a", "b"]
+    assert [await requests.run(KEY, respond, attempt=attempt) for attempt in (0, 1)] == ["a", "b"]
 
 
 async def test_the_number_of_kept_responses_is_limited() -> None:
@@ -169,9 +166,9 @@ async def test_the_number_of_kept_responses_is_limited() -> None:
         request = await world.request(key=bytes([number]))
         world.source.feed(number, None, run=number)
         await request
-    assert await (await world.request(key=bytes([2]), is_retry=True)) == [2]
-    assert await (await world.request(key=bytes([1]), is_retry=True)) == [1]
-    await world.request(key=bytes([0]), is_retry=True)
+    assert await (await world.request(key=bytes([2]), attempt=1)) == [2]
+    assert await (await world.request(key=bytes([1]), attempt=1)) == [1]
+    await world.request(key=bytes([0]), attempt=1)
     assert len(world.source.runs) == 4
     world.requests.end(SessionError("over"))
     await settle()
@@ -186,21 +183,58 @@ async def test_a_new_request_replaces_the_finished_one(world: World) -> None:
     world.source.feed(RequestError("no"), run=1)
     with pytest.raises(RequestError):
         await second
-    await world.request(is_retry=True)
+    await world.request(attempt=1)
     assert len(world.source.runs) == 3
     world.requests.end(SessionError("over"))
     await settle()
 
 
 async def test_two_equal_requests_that_are_both_retried_stay_two_samples(world: World) -> None:
-    requests = [await world.request(is_retry=is_retry) for is_retry in (False, False, True, True)]
+    requests = [await world.request(attempt=attempt) for attempt in (0, 0, 1, 1)]
     world.source.feed(1, None, run=0)
     world.source.feed(2, None, run=1)
     assert [await request for request in requests] == [[1], [2], [1], [2]]
 
 
+async def test_equal_requests_whose_first_attempts_were_cancelled_stay_two_samples(world: World) -> None:
+    """Two parallel samples of one prompt reach the time limit of their client together."""
+    for lost in [await world.request(), await world.request()]:
+        lost.cancel()
+    await settle()
+    retries = [await world.request(attempt=1), await world.request(attempt=1)]
+    world.source.feed(1, None, run=2)
+    world.source.feed(2, None, run=3)
+    assert [await retry for retry in retries] == [[1], [2]]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "refused"])
+@pytest.mark.parametrize("other_ended", [False, True])
+async def test_the_retry_of_an_attempt_without_a_response_takes_no_other_ones(
+    world: World, how: str, other_ended: bool
+) -> None:
+    other = await world.request()
+    if how == "refused":
+        world.requests.refuse(0)
+    else:
+        lost = await world.request()
+        if how == "cancelled":
+            lost.cancel()
+        else:
+            world.source.feed(RequestError("no"), run=1)
+        await asyncio.wait([lost])
+    if other_ended:
+        world.source.feed(1, None)
+        await other
+    begun = len(world.source.runs)
+    retry = await world.request(attempt=1)
+    assert len(world.source.runs) == begun + 1
+    world.source.feed(2, None, run=begun)
+    world.source.feed(1, None)
+    assert (await retry, await other) == ([2], [1])
+
+
 async def test_a_waiter_that_leaves_does_not_take_the_request_from_the_others(world: World) -> None:
-    first, retry = await world.request(), await world.request(is_retry=True)
+    first, retry = await world.request(), await world.request(attempt=1)
     first.cancel()
     await settle()
     assert not world.source.cancelled
@@ -209,12 +243,12 @@ async def test_a_waiter_that_leaves_does_not_take_the_request_from_the_others(wo
 
 
 async def test_the_last_waiter_that_leaves_cancels_the_request(world: World) -> None:
-    for waiter in [await world.request(), await world.request(is_retry=True)]:
+    for waiter in [await world.request(), await world.request(attempt=1)]:
         waiter.cancel()
         await settle()
     assert world.source.cancelled == [0]
     assert world.requests.running == 0
-    await world.request(is_retry=True)
+    await world.request(attempt=1)
     assert len(world.source.runs) == 2  # a cancelled request is not joined
     world.requests.end(SessionError("over"))
     await settle()
@@ -230,12 +264,12 @@ async def test_leaving_returns_only_when_the_request_has_ended(world: World) -> 
         finally:
             await may_end.wait()
 
-    stream = world.requests.stream(KEY, slow_to_end, is_retry=False)
+    stream = world.requests.stream(KEY, slow_to_end)
     assert await anext(stream) == 1
     leaving = asyncio.create_task(stream.aclose())
     await settle()
     assert not leaving.done()
-    retry = await world.request(is_retry=True)  # too late to join a request that is ending
+    retry = await world.request(attempt=1)  # too late to join a request that is ending
     assert len(world.source.runs) == 1
     world.source.feed(2, None)
     assert await retry == [2]
@@ -255,7 +289,7 @@ async def test_a_request_that_is_ending_is_not_cancelled_again(world: World) -> 
             await may_end.wait()
             cleaned_up.set()
 
-    stream = world.requests.stream(KEY, slow_to_end, is_retry=False)
+    stream = world.requests.stream(KEY, slow_to_end)
     assert await anext(stream) == 1
     leaving = asyncio.create_task(stream.aclose())
     await settle()
@@ -267,7 +301,7 @@ async def test_a_request_that_is_ending_is_not_cancelled_again(world: World) -> 
 
 
 async def test_a_waiter_that_closes_its_stream_early_leaves(world: World) -> None:
-    stream = world.requests.stream(KEY, world.source.stream, is_retry=False)
+    stream = world.requests.stream(KEY, world.source.stream)
     reading = asyncio.ensure_future(anext(stream))
     await settle()
     world.source.feed(1)
@@ -277,22 +311,22 @@ async def test_a_waiter_that_closes_its_stream_early_leaves(world: World) -> Non
 
 
 async def test_a_failure_reaches_every_waiter_and_is_not_kept(world: World) -> None:
-    waiters = [await world.request(), await world.request(is_retry=True)]
+    waiters = [await world.request(), await world.request(attempt=1)]
     world.source.feed(1, RequestError("does not fit"))
     for waiter in waiters:
         with pytest.raises(RequestError, match="does not fit"):
             await waiter
-    await world.request(is_retry=True)
+    await world.request(attempt=1)
     assert len(world.source.runs) == 2
     world.requests.end(SessionError("over"))
     await settle()
 
 
 async def test_a_slow_reader_does_not_delay_others(world: World) -> None:
-    slow = world.requests.stream(KEY, world.source.stream, is_retry=False)
+    slow = world.requests.stream(KEY, world.source.stream)
     reading = asyncio.ensure_future(anext(slow))
     await settle()
-    retry = await world.request(is_retry=True)
+    retry = await world.request(attempt=1)
     world.source.feed(1, 2, 3, None)
     assert await retry == [1, 2, 3]
     assert [await reading, *[item async for item in slow]] == [1, 2, 3]
@@ -300,7 +334,7 @@ async def test_a_slow_reader_does_not_delay_others(world: World) -> None:
 
 @pytest.mark.parametrize("steps_before", [0, 1, 20])
 async def test_the_end_of_the_session_ends_its_requests(world: World, steps_before: int) -> None:
-    waiting = asyncio.create_task(world.requests.run(KEY, world.source.result, is_retry=False))
+    waiting = asyncio.create_task(world.requests.run(KEY, world.source.result))
     for _ in range(steps_before):
         await asyncio.sleep(0)
     if steps_before == 0:
@@ -334,7 +368,7 @@ async def test_a_shared_request_is_recorded_once() -> None:
         session.record(plan, choice(plan, "yo"))
         return "yo"
 
-    calls = [asyncio.create_task(session.deduplicator.run(KEY, chat, is_retry=retry)) for retry in (False, True)]
+    calls = [asyncio.create_task(session.deduplicator.run(KEY, chat, attempt=attempt)) for attempt in (0, 1)]
     await settle()
     go.set()
     assert await asyncio.gather(*calls) == ["yo", "yo"]
@@ -351,7 +385,7 @@ async def test_a_session_that_ends_cancels_its_requests_and_they_are_not_trained
         await asyncio.Event().wait()
         session.record(plan, choice(plan, "never"))
 
-    waiting = asyncio.create_task(session.deduplicator.run(KEY, chat, is_retry=False))
+    waiting = asyncio.create_task(session.deduplicator.run(KEY, chat))
     await settle()
     getattr(session, end)()
     with pytest.raises(SessionError, match="while the request was running"):
@@ -374,7 +408,7 @@ async def test_a_request_that_fails_keeps_none_of_its_items() -> None:
 
     deduplicator = RequestDeduplicator(CompletedRequests(4, 60.0, Clock()))
     with pytest.raises(RequestError, match="no more"):
-        async for _ in deduplicator.stream(KEY, failing, is_retry=False):
+        async for _ in deduplicator.stream(KEY, failing):
             pass
     await asyncio.sleep(0)  # the task's last callbacks
     del _

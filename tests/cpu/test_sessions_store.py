@@ -139,7 +139,7 @@ async def test_a_session_with_a_request_in_flight_is_not_idle() -> None:
     store, clock = new_store(idle_expiry_s=10.0)
     session = store.open().session
     done = asyncio.Event()
-    request = asyncio.create_task(session.deduplicator.run(b"k", done.wait, is_retry=False))
+    request = asyncio.create_task(session.deduplicator.run(b"k", done.wait))
     await asyncio.sleep(0)
     clock.now = 100.0
     assert store.expire() == []

@@ -9,6 +9,7 @@ A client that disconnects cancels its generation. Within a session, a retry of t
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -41,6 +42,7 @@ ChatStream = openai_chat.ChatCompletionStream | ResponsesStream | anthropic.Mess
 router = APIRouter()
 
 RETRY_HEADER = "x-stainless-retry-count"  # OpenAI's and Anthropic's SDKs count their retries in it
+RETRIED = (408, 409, 429)  # and all from 500 on: the statuses after which these SDKs send a request again
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -105,9 +107,9 @@ class ChatGeneration:
 
     def __init__(self, gateway: Gateway, session: Session | None, call: ChatCall, context: ResponseContext) -> None:
         self._gateway = gateway
-        self._session = session
         self._call = call
         self._request = gateway.chat_request(call.model, call.request)
+        self._session = session
         self._context = context
         self.formatter = call.stream(context)
 
@@ -210,17 +212,28 @@ class GenerationResponse(Response):
         self._error_body = error_body
         self._takes_history = takes_history
         self._session: Session | None = None
+        count = request.headers.get(RETRY_HEADER, "0")
+        self._attempt = int(count) if re.fullmatch("[0-9]{1,9}", count) else 0
+        self._deduplicated = False  # the session's deduplicator knows the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._generate(send)
         except ClientGoneError:
+            self._refuse()
             return
         except Exception as error:
             told = as_dialect_error(error)
+            if told.status in RETRIED or told.status >= 500:
+                self._refuse()
             if self._session is not None:
                 self._session.refusal = str(told)
             await error_response(told, self._error_body)(scope, receive, send)
+
+    def _refuse(self) -> None:
+        # The retry of a request that was never begun must not join an equal one.
+        if self._session is not None and not self._deduplicated:
+            self._session.deduplicator.refuse(self._attempt)
 
     async def _generate(self, send: Send) -> None:
         request, gateway = self._request, gateway_of(self._request)
@@ -244,9 +257,9 @@ class GenerationResponse(Response):
             # Only sessions deduplicate: without one nothing is recorded, so sampling twice does no harm.
             if session is not None:
                 key = await body.read_by(partial(request_key, request.url.path))
-                is_retry = request.headers.get(RETRY_HEADER, "0") != "0"
-                complete = partial(session.deduplicator.run, key, complete, is_retry=is_retry)
-                stream = partial(session.deduplicator.stream, key, stream, is_retry=is_retry)
+                self._deduplicated = True
+                complete = partial(session.deduplicator.run, key, complete, attempt=self._attempt)
+                stream = partial(session.deduplicator.stream, key, stream, attempt=self._attempt)
             # The watcher starts after the body has been read, because both read ASGI messages.
             watcher = DisconnectWatcher(request.receive, gateway.active_watchers)
             if call.streamed:

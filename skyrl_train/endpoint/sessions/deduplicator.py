@@ -4,15 +4,16 @@
                           ^  └─ first waiter: 0 1 2 3
     its retry ──joins─────┘  └─ retry:        0 1 2 3      all items from the beginning, then as they arrive
 
-An SDK that lost its connection sends the same body again with a retry header. Sampling again would record a second
-response in the session that the program never asked for.
+An SDK that lost its connection sends the same body again and counts its attempts in a header: 0 is the request itself, 1 its
+first retry. Sampling again would record a second response in the session that the program never asked for.
 
-- A request without the retry header is always a new one, even with an equal body: that is how programs sample twice.
-- A retry joins a running request with the same key, or gets the items of a finished one for a limited time.
-- Among several requests with the same key a retry takes the one that the fewest retries have joined, of these the oldest.
-  Two equal requests that both lose their connection therefore get two responses.
+- Attempt 0 is always a new request, even with an equal body: that is how programs sample twice.
+- A retry joins a running request with the same key, or gets the items of a finished one for a limited time. It joins only
+  requests whose latest attempt came before it, of these one with the latest attempt, of these the oldest. So two equal
+  requests that are both retried stay two samples, whether or not the first attempts still run.
+- An attempt that failed, was refused, or whose loss was noticed (its last waiter left) has no response that its retry could
+  get. That retry samples again, and never takes the response of another equal request.
 - A waiter that leaves cancels the request only if it was the last one.
-- Failed requests are not kept: their retry samples again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -37,14 +39,18 @@ def request_key(path: str, body: Mapping[str, Any]) -> bytes:
 
 
 class _JoinableRequest(Generic[T]):
-    """One request: the items it has produced so far, and the number of its waiters."""
+    """One request: the items it has produced so far, and the number of its waiters.
 
-    def __init__(self, start: Callable[[], AsyncIterator[T]]) -> None:
+    Args:
+        attempt: the latest one of the client that waits for it.
+    """
+
+    def __init__(self, start: Callable[[], AsyncIterator[T]], attempt: int) -> None:
+        self.attempt = attempt
         self.items: list[T] = []
         self.ended = False
         self.error: BaseException | None = None  # why it ended early or will end early
         self.waiters = 0
-        self.retries = 0
         self.changed = Signal()  # an item arrived, or the request ended
         self.task = asyncio.create_task(self._run(start))
 
@@ -58,10 +64,12 @@ class _JoinableRequest(Generic[T]):
         await self.changed.wait_until(lambda: self.ended or len(self.items) > position)
         return len(self.items) > position
 
-    def cancel(self, error: SessionError) -> None:
-        """Cancel the task; waiters get ``error``. A task that has already ended keeps its result."""
+    def cancel(self, error: SessionError) -> bool:
+        """Cancel the task; waiters get ``error``. Return False if it has already ended, and keeps its result, or is ending."""
         if self.error is None and self.task.cancel():
             self.error = error
+            return True
+        return False
 
 
 class CompletedRequests:
@@ -99,21 +107,27 @@ class RequestDeduplicator:
     def __init__(self, completed: CompletedRequests) -> None:
         self._completed = completed
         self._requests: dict[bytes, list[_JoinableRequest[Any]]] = {}  # running and kept ones, oldest first
+        # Attempts that got no response, by key (None: refused before it was known), whose retries are still to come.
+        self._unanswered: Counter[tuple[bytes | None, int]] = Counter()
         self.running = 0  # requests in flight
 
-    async def run(self, key: bytes, start: Callable[[], Awaitable[T]], *, is_retry: bool) -> T:
+    def refuse(self, attempt: int) -> None:
+        """Note that an attempt was answered with an error before its body was read."""
+        self._unanswered[None, attempt] += 1
+
+    async def run(self, key: bytes, start: Callable[[], Awaitable[T]], *, attempt: int = 0) -> T:
         """Return the result of ``start()``; like :meth:`stream` for a request with one result."""
 
         async def only() -> AsyncIterator[T]:
             yield await start()
 
-        [result] = [item async for item in self.stream(key, only, is_retry=is_retry)]
+        [result] = [item async for item in self.stream(key, only, attempt=attempt)]
         return result
 
     async def stream(
-        self, key: bytes, start: Callable[[], AsyncIterator[T]], *, is_retry: bool
+        self, key: bytes, start: Callable[[], AsyncIterator[T]], *, attempt: int = 0
     ) -> AsyncGenerator[T, None]:
-        """Yield all items of ``start()``, or of the earlier request that this retry repeats, from its first item on.
+        """Yield all items of ``start()``, or of the earlier request that this attempt repeats, from its first item on.
 
         The items stay in memory while the request runs and for a while after, so they should be small.
         Closing the iterator leaves the request. The last waiter to leave cancels it and waits until it has ended.
@@ -121,7 +135,7 @@ class RequestDeduplicator:
         Raises:
             SessionError: the session ended meanwhile. Every exception of ``start()`` is raised in every waiter.
         """
-        request = (self._join(key) if is_retry else None) or self._begin(key, start)
+        request = (self._join(key, attempt) if attempt else None) or self._begin(key, start, attempt)
         request.waiters += 1
         try:
             position = 0
@@ -134,7 +148,8 @@ class RequestDeduplicator:
             # A retry may still wait for this request; only the last waiter cancels it. After its end that changes nothing.
             request.waiters -= 1
             if not request.waiters:
-                request.cancel(SessionError("The request was cancelled: its last client has disconnected."))
+                if request.cancel(SessionError("The request was cancelled: its last client has disconnected.")):
+                    self._unanswered[key, request.attempt] += 1
                 await asyncio.wait([request.task])  # the engine has released the request when this returns
 
     def end(self, error: SessionError) -> None:
@@ -143,30 +158,38 @@ class RequestDeduplicator:
             request.cancel(error)
             self._completed.drop(request)
 
-    def _begin(self, key: bytes, start: Callable[[], AsyncIterator[T]]) -> _JoinableRequest[T]:
+    def _begin(self, key: bytes, start: Callable[[], AsyncIterator[T]], attempt: int) -> _JoinableRequest[T]:
         # A new request with this key shows that the client has the earlier response or no longer wants it.
         for earlier in list(self._requests.get(key, ())):
-            if earlier.ended:
+            if earlier.ended and not attempt:
                 self._completed.drop(earlier)
-        request = _JoinableRequest(start)
+        request = _JoinableRequest(start, attempt)
         self._requests.setdefault(key, []).append(request)
         self.running += 1
         # A done callback, not the task's own last lines: a task cancelled before its first step runs no lines.
         request.task.add_done_callback(partial(self._on_done, key, request))
         return request
 
-    def _join(self, key: bytes) -> _JoinableRequest[Any] | None:
+    def _join(self, key: bytes, attempt: int) -> _JoinableRequest[Any] | None:
+        for unanswered in ((key, attempt - 1), (None, attempt - 1)):
+            if unanswered in self._unanswered:
+                self._unanswered -= Counter([unanswered])
+                return None
         # A finished request whose time is over must not answer a retry.
         self._completed.expire()
-        requests = [request for request in self._requests.get(key, ()) if request.error is None]
-        request = min(requests, key=lambda request: request.retries, default=None)
+        requests = [
+            request for request in self._requests.get(key, ()) if request.error is None and request.attempt < attempt
+        ]
+        request = max(requests, key=lambda request: request.attempt, default=None)  # the first of equal ones
         if request is not None:
-            request.retries += 1
+            request.attempt = attempt
         return request
 
     def _on_done(self, key: bytes, request: _JoinableRequest[Any], task: asyncio.Task[None]) -> None:
         error = SessionError("The request was cancelled.") if task.cancelled() else task.exception()
-        request.error = request.error or error
+        if request.error is None and error is not None:
+            request.error = error
+            self._unanswered[key, request.attempt] += 1
         request.ended = True
         request.changed.notify()
         self.running -= 1
