@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from endpoint_worlds import ADMIN_KEY, ASK, TOKENIZER, WatchedEngine, World, endpoint
 
 from skyrl_train.endpoint.sessions import SessionLimits
+from skyrl_train.inference.interface import EngineCapabilities
 
 CHAT = "/v1/chat/completions"
 
@@ -126,6 +128,32 @@ async def test_all_choices_of_a_request_count_against_the_limits(
         assert world.engine.requests == []
         answer = await world.http.post(CHAT, json={**ASK, **fields, "n": 1, "stream": streamed}, headers=bearer(key))
         assert answer.status_code == 200
+
+
+class AdaptingEngine(WatchedEngine):
+    """Takes LoRA adapters."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return dataclasses.replace(super().capabilities, adapters=True)
+
+    async def load_adapter(self, name: str, path: str) -> None: ...
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_what_an_adapter_samples_is_no_data_of_the_policy(streamed: bool) -> None:
+    async with endpoint(AdaptingEngine(free_running=True)) as world:
+        await world.client.load_adapter("judge", "/judge")
+        name, key = await opened(world)
+        prompts = {CHAT: ASK, "/v1/completions": {"prompt": "0123"}}
+        for path, asked in prompts.items():
+            for model in ("policy", "judge"):
+                body = {**asked, "model": model, "max_tokens": 3, "stream": streamed}
+                assert (await world.http.post(path, json=body, headers=bearer(key))).status_code == 200
+        asked_of = [request.get("adapter") for request in world.engine.requests]
+        assert asked_of == [None, "judge", None, "judge"]
+        statistics = (await world.http.get(f"/v1/sessions/{name}", headers=bearer(key))).json()
+        assert (statistics["turns"], statistics["sampled_tokens"]) == (2, 6)
 
 
 async def test_completions_are_recorded_and_extend_by_tokens() -> None:

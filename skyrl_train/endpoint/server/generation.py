@@ -109,7 +109,7 @@ class ChatGeneration:
         self._gateway = gateway
         self._call = call
         self._request = gateway.chat_request(call.model, call.request)
-        self._session = session
+        self._session = _recording_session(session, self._request.adapter)
         self._context = context
         self.formatter = call.stream(context)
 
@@ -158,7 +158,8 @@ class CompletionGeneration:
         gateway.check_params(call.params, "logprobs", call.grammar_field)
         fill = isinstance(call, generate.GenerateCall) and call.fill_context
         run = partial(CompletionRun, gateway.client, gateway.service.generation, call.prompts, call.params, adapter)
-        self._start = partial(run, session, fill_context=fill, grammar_field=call.grammar_field)
+        recording = _recording_session(session, adapter)
+        self._start = partial(run, recording, fill_context=fill, grammar_field=call.grammar_field)
         self._context = context
         self.formatter = call.stream(context)
 
@@ -187,6 +188,11 @@ class CompletionGeneration:
         # The n responses to one prompt are adjacent; their prompt counts once.
         prompts = sum(len(generation.prompt_token_ids) for generation in done[:: self._call.params.n])
         self._gateway.metrics.count_tokens(prompts, sum(len(generation.token_ids) for generation in done))
+
+
+def _recording_session(session: Session | None, adapter: str | None) -> Session | None:
+    """Return the session that records a response. What a LoRA adapter samples is no data of the policy, which is trained."""
+    return session if adapter is None else None
 
 
 class GenerationResponse(Response):
