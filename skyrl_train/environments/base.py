@@ -106,6 +106,14 @@ class Environment(ABC):
     def step(self, action: str) -> EnvironmentStep:
         """Take the policy's text (without special tokens) and return its result."""
 
+    def end_early(self) -> float:
+        """Return a reward to add to the last action's, for an episode that ends before the environment is done.
+
+        Called once after the last ``step``: its observations do not fit the context, or ``generator.max_turns`` is reached.
+        An environment that rewards only a finished episode rewards what there is.
+        """
+        return 0.0
+
     def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Free the episode's resources. Called exactly once, however the episode ended."""
 

@@ -15,7 +15,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +32,34 @@ from skyrl_train.types import ConversationType
 
 logger = logging.getLogger(__name__)
 SHORTEST_RECORDED_S = 0.001  # shorter calls are no events: no picture shows them
+
+
+@dataclass(slots=True)
+class RunningCall:
+    """A call of an environment in its thread.
+
+    Attributes:
+        environment: its name.
+        call: its method.
+    """
+
+    environment: str
+    call: str = ""
+    thread: int = 0  # 0: it has not begun
+
+    def stack(self) -> str:
+        """Return where the thread is now, as in a traceback."""
+        frame = sys._current_frames().get(self.thread)
+        return "" if frame is None else "".join(traceback.format_stack(frame))
+
+
+# By sample. Whoever gives a rollout up asks here where its environments are.
+_running: dict[str, RunningCall] = {}
+
+
+def running_call(session: str) -> RunningCall | None:
+    """Return the call that the environment of a sample is in; None: it is in none, or in another process."""
+    return _running.get(session)
 
 
 class Episode:
@@ -120,6 +152,21 @@ class Episode:
         result: EnvironmentStep = await self._call(("step", step))
         return result
 
+    async def end_early(self) -> float:
+        """Tell the environment that the episode ends before it is done, and return the reward that it adds for that."""
+        # skyrl-gym's environments have no such method, and most others have only the one that does nothing.
+        if getattr(type(self._environment), "end_early", Environment.end_early) is Environment.end_early:
+            return 0.0
+
+        def end_early() -> float:
+            reward = float(self._environment.end_early())
+            if not math.isfinite(reward):
+                raise ValueError(f"end_early() returned the reward {reward}; it must be finite")
+            return reward
+
+        reward: float = await self._call(("end_early", end_early))
+        return reward
+
     async def end(self) -> dict[str, Any]:
         """Return the environment's numbers about the episode, and close it."""
         numbers: dict[str, Any] = {}
@@ -139,11 +186,13 @@ class Episode:
         if not self._made:
             calls = (("make", self._make), *calls)
         self._made = True
+        running = RunningCall(self._factory.name)
         times = [self._events.now()]  # the begin of the first call, and the end of each
 
         def run() -> Any:
             result = None
-            for _, function in calls:
+            running.thread = threading.get_ident()
+            for running.call, function in calls:
                 result = self._run(function)
                 times.append(self._events.now())
             return result
@@ -151,8 +200,12 @@ class Episode:
         try:
             if self._thread is None:
                 return run()
+            if self._session is not None:
+                _running[self._session] = running
             return await asyncio.get_running_loop().run_in_executor(self._thread, run)
         finally:
+            if self._session is not None:
+                _running.pop(self._session, None)
             ended = len(times) - 1
             times.append(self._events.now())  # of the call that has failed, or still runs without its caller
             for place, (name, _) in enumerate(calls[: ended + 1]):

@@ -164,7 +164,7 @@ _KINDS: Sequence[EventKind] = (
     EventKind("environment", "a call of an environment that took a millisecond or more has ended", (
         *_SAMPLE,
         _F("name", "str", "", "of the environment"),
-        _F("call", "str", "", "make | init | step | get_metrics | close"),
+        _F("call", "str", "", "make | init | step | end_early | get_metrics | close"),
         _T0,
         _T1,
         _OK,

@@ -194,13 +194,17 @@ class GymGenerator(GeneratorInterface):
                 trajectory.rewards[-1] += step["reward"]
                 trajectory.postprocessed_actions += step.get("postprocessed_action") not in (None, action)
                 trajectory.done = step["done"]
-                if trajectory.done or trajectory.turns >= self._config.max_turns:
+                if trajectory.done:
+                    break
+                if trajectory.turns >= self._config.max_turns:
+                    trajectory.rewards[-1] += await episode.end_early()
                     break
                 # The next input begins with the very tokens that were sampled; text is never encoded again.
                 extended = self._renderer.extend(input_ids, sampled, step["observations"])
                 budget = self._token_budget(len(extended), sampling.max_tokens)
                 # The episode ends before the observation, so that the trajectory ends with a sampled token.
                 if budget < 1:
+                    trajectory.rewards[-1] += await episode.end_early()
                     trajectory.stop_reason = StopReason.LENGTH
                     break
                 observed = extended[len(input_ids) + len(sampled) :]

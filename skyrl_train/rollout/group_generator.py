@@ -22,6 +22,7 @@ from typing import Any
 
 from skyrl_train.config.schema import FailureConfig
 from skyrl_train.environments.base import PromptRecord
+from skyrl_train.environments.episode import running_call
 from skyrl_train.errors import (
     ConfigError,
     EngineError,
@@ -37,7 +38,7 @@ from skyrl_train.generators.base import GeneratorInterface, run_generator
 from skyrl_train.generators.validation import is_finite, to_samples
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.replay import ReplayCache
-from skyrl_train.observability.failures import OnFailure, place_of
+from skyrl_train.observability.failures import OnFailure, place_of, user_frame
 from skyrl_train.observability.metrics import quantiles, spec_of
 from skyrl_train.rollout.data.samplers import PromptSource
 from skyrl_train.rollout.stages.pipeline import StagePipeline
@@ -212,12 +213,13 @@ class GroupGenerator:
             await self._cancel(task, attempt)
             raise
         if not task.done():
+            where = self._where(attempt)
             await self._cancel(task, attempt)
             limit = f"trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
             # Without a serving engine no attempt can succeed, so the prompt is not the reason.
             if not self._client.serving:
                 raise NoEngineError(f"a rollout exceeded {limit} while no engine served")
-            raise _AttemptFailed(f"it exceeded {limit}")
+            raise _AttemptFailed(f"it exceeded {limit}{where}")
         try:
             return task.result()
         except (GeneratorOutputError, EngineError):
@@ -227,6 +229,18 @@ class GroupGenerator:
         # This CancelledError is the attempt's own: a cancelled group has left through the handler above.
         except (Exception, asyncio.CancelledError) as error:
             raise _AttemptFailed(f"it raised {error!r}") from error
+
+    def _where(self, attempt: _Attempt) -> str:
+        """Tell where the first environment of an attempt is that is in a call."""
+        calls = [running_call(attempt.trajectory(repetition).to_string()) for repetition in range(self._n)]
+        inside = [call for call in calls if call is not None and call.thread]
+        if not inside:
+            return ""
+        first = inside[0]
+        return (
+            f"; samples that wait for environment {first.environment!r}: {len(inside)} of {self._n}, in {first.call}(): "
+            f"{user_frame(first.stack())}"
+        )
 
     async def _generate(self, attempt: _Attempt) -> RolloutGroup:
         """Call the generator once and check its output."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from pathlib import Path
@@ -32,6 +34,8 @@ from scripted import ScriptedEngine, in_virtual_time, settle
 from training_worlds import backend, build_small_model, one_thread
 
 from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.environments import episode
+from skyrl_train.environments.episode import RunningCall
 from skyrl_train.errors import EngineError, GeneratorOutputError, NoEngineError, RolloutActorError, RolloutError
 from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.inference.replay import ReplayCache
@@ -103,6 +107,31 @@ async def test_a_group_that_comes_back_after_its_time_is_thrown_away() -> None:
         late = next(group for group in w.buffer if group.group_index == 1)
         assert isinstance(late, RolloutGroup)
         assert [sample.reward for sample in late.samples] == [0.0, 1.0], "of the attempt that came in time"
+
+
+@in_virtual_time
+async def test_a_rollout_out_of_time_tells_where_its_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def step() -> None:
+        begun.set()
+        release.wait(300)
+
+    async def explore(batch: GeneratorInput) -> None:
+        thread = threading.Thread(target=step, daemon=True)
+        thread.start()
+        assert begun.wait(300)
+        call = RunningCall("maze", "step", thread.ident or 0)
+        monkeypatch.setitem(episode._running, batch["trajectory_ids"][1].to_string(), call)
+        await hang(batch)
+
+    async with World(rollout_timeout_s=0.05) as w:
+        w.generator.plays[2] = [explore, fine]
+        assert await w.step(fill=True) == [0, 1, 2, 3]
+        release.set()
+        ((_, told),) = w.failed_attempts
+        told_of = r"samples that wait for environment 'maze': 1 of 2, in step\(\): .*test_failures\.py:\d+ in step"
+        assert re.fullmatch(rf"it exceeded .* = 0\.05 s; {told_of}", told)
 
 
 async def test_fewer_samples_than_asked_for_stop_the_workers_by_name() -> None:

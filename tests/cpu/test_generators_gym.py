@@ -72,6 +72,9 @@ class Ledger(Environment):
             "postprocessed_action": self.extras.get("postprocessed_action"),
         }
 
+    def end_early(self) -> float:
+        return float(self.extras.get("for_the_rest", 0.0))
+
     def close(self) -> None:
         type(self).open -= 1
 
@@ -203,7 +206,8 @@ async def test_each_call_of_an_environment_is_recorded_under_its_sample(env_clas
     events = client.events.of("environment")
     for event in events:
         assert_declared(event)
-    ends = [("step", False)] if fails else [("step", True), ("get_metrics", True), ("close", True)]
+    methods = ("step", "end_early", "get_metrics", "close")
+    ends = [("step", False)] if fails else [(method, True) for method in methods]
     assert [(event["call"], event["ok"]) for event in events] == [("make", True), ("init", True), *ends]
     assert {(event["session"], event["group"], event["sample"]) for event in events} == {("p@7_3", 7, 3)}
 
@@ -280,6 +284,31 @@ async def test_episodes_that_the_turn_limit_ends_are_counted() -> None:
     output = await play(lambda text, seed: "a.", batch(QUICK, extras), max_turns=1)
     assert output["stop_reasons"] == ["stop", "stop"], "the last response itself was not cut off"
     assert output["rollout_metrics"] is not None and output["rollout_metrics"]["generate/unfinished_episodes"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "done", "reward"),
+    [
+        ({"max_turns": 9, "max_input_length": 8}, False, 2.5),
+        ({"max_turns": 2}, False, 2.5),
+        ({"max_turns": 2}, True, 0.5),
+    ],
+    ids=["the context is full", "the last turn", "done"],
+)
+async def test_an_episode_that_ends_before_it_is_done_has_a_last_reward(
+    config: dict[str, Any], done: bool, reward: float
+) -> None:
+    extras = {"observations": [{"role": "user", "content": "!!!"}], "for_the_rest": 2.0, "done": done}
+    output = await play(lambda text, seed: "a.", batch(LEDGER, [extras]), **config)
+    ((sample,),) = (sample.sequences for sample in to_samples(output, 1))
+    assert sample.rewards[-1] == reward and sample.loss_mask[-1] == 1
+    assert sum(sample.rewards) == (reward if done else 0.5 + reward)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), "high"])
+async def test_a_last_reward_that_is_no_finite_number_fails_the_rollout(reward: Any) -> None:
+    with pytest.raises(RolloutError, match=r"failed on prompt 'p': ValueError"):
+        await play(lambda text, seed: "a.", batch(QUICK, [{"for_the_rest": reward}]))
 
 
 async def test_a_prompt_that_does_not_fit_is_refused() -> None:
