@@ -21,7 +21,7 @@ from skyrl_train.errors import ConfigError, DataError, RolloutError
 if TYPE_CHECKING:
     import httpx
 
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_OPENING = re.compile("<(search|answer)>")
 _HINT = "Neither <search>query</search> nor <answer>text</answer> was found. Write one of the two."
 
 
@@ -69,8 +69,7 @@ class SearchAnswer(Environment):
     def step(self, action: str) -> EnvironmentStep:
         self._turns_left -= 1
         # The first tag counts: a policy may continue and invent the retriever's answer itself.
-        found = _ACTION.search(action)
-        kind, content = (found[1], found[2].strip()) if found else (None, "")
+        kind, content = first_action(action)
         if kind == "answer":
             self._answered = True
             self._right = normalize_question_answer(content) in self._golden
@@ -122,6 +121,20 @@ def _client() -> httpx.Client:
 
     # Without the proxies of the environment: a retriever runs on this machine or next to it.
     return httpx.Client(trust_env=False)
+
+
+def first_action(text: str) -> tuple[str | None, str]:
+    """Return kind and content of the first complete tag; None and an empty text if there is none."""
+    unclosed: set[str] = set()  # a policy may repeat an opening tag to the end of its response
+    for opening in _OPENING.finditer(text):
+        kind, start = opening[1], opening.end()
+        if kind in unclosed:
+            continue
+        end = text.find(f"</{kind}>", start)
+        if end >= 0:
+            return kind, text[start:end].strip()
+        unclosed.add(kind)
+    return None, ""
 
 
 def normalize_question_answer(text: str) -> str:

@@ -19,7 +19,7 @@ from skyrl_train.environments.final_answer import (
     same_math,
     to_number,
 )
-from skyrl_train.environments.search_answer import normalize_question_answer
+from skyrl_train.environments.search_answer import first_action, normalize_question_answer
 from skyrl_train.errors import DataError
 
 
@@ -189,3 +189,18 @@ def test_an_unmarked_answer_counts_only_where_it_may() -> None:
 def test_a_row_without_a_number_is_an_error_of_the_data(answer: Any) -> None:
     with pytest.raises(DataError, match="NumericAnswer needs a column 'answer' with a number"):
         NumericAnswer({"answer": answer})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("I see. <search> a b </search> <answer>c</answer>", ("search", "a b")),
+        ("<answer>x <search>b</search>", ("search", "b")),
+        ("<search>x <answer>y</answer>", ("answer", "y")),
+        ("<search>x <answer>y</answer></search>", ("search", "x <answer>y</answer>")),
+        ("</search>", (None, "")),
+        pytest.param("<search>" * 300_000, (None, ""), id="opened 300,000 times"),
+    ],
+)
+def test_the_first_complete_tag_is_the_action(text: str, found: tuple[str | None, str]) -> None:
+    assert first_action(text) == found
