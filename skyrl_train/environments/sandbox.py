@@ -43,6 +43,7 @@ ISOLATIONS = ("namespaces", "limits")
 SYSTEM_FOLDERS = ("/usr", "/lib", "/lib64", "/bin")  # libraries, and prlimit
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")  # the second one: links to programs, such as awk
 MIB = 2**20
+DISK_CHECK_S = 1.0
 UNUSED_USERS = range(61184, 65520)  # systemd's range for users that exist while a service runs
 REMEDIES = {
     "namespaces": (
@@ -70,7 +71,8 @@ class SandboxLimits:
     wall_s: float = 10.0  # of the whole program, with the start of the sandbox
     memory_mib: int = 512  # address space per process
     processes: int = 4  # with their threads
-    file_mib: int = 4  # per file, stdout and stderr included; with namespaces also of all files together
+    file_mib: int = 4  # per file, stdout and stderr included; for a program in namespaces also of all files together
+    disk_mib: int = 2048  # of all files together, for a command; it is looked after once a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class SandboxResult:
     exit_code: int  # 128 + n after signal n
     timed_out: bool
     seconds: float = 0.0  # from its start, without the wait for a core
+    is_full: bool = False  # the command's files exceed ``disk_mib``; it was ended if it still ran
 
     @property
     def succeeded(self) -> bool:
@@ -173,7 +176,22 @@ def run_command(
             variables,
             limits.wall_s,
             apart=True,
+            is_full=lambda: used_bytes(files) > limits.disk_mib * MIB,
         )
+
+
+def used_bytes(folder: Path) -> int:
+    """Return the space that the files in ``folder`` take. What this process may not list does not count."""
+    used, waiting = 0, [str(folder)]
+    while waiting:
+        # Files come and go meanwhile.
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    used += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+    return used
 
 
 def sandbox_user() -> int:
@@ -226,6 +244,7 @@ def _execute(
     wall_s: float,
     *,
     apart: bool,
+    is_full: Callable[[], bool] | None = None,
 ) -> SandboxResult:
     """Start the command in ``work``, wait for its end or its time limit, end all its processes, and return what it wrote.
 
@@ -233,6 +252,7 @@ def _execute(
         folder: for the streams.
         command: returns it, given the descriptor on which bubblewrap reports.
         apart: bubblewrap runs it.
+        is_full: whether its files take too much space, which ends it.
     """
     (folder / "stdin").write_text(stdin, encoding="utf-8")
     with (
@@ -253,15 +273,21 @@ def _execute(
             start_new_session=True,
             pass_fds=[status.fileno()] if apart else [],
         )
-        try:
-            process.wait(wall_s)
-            timed_out = False
-        except subprocess.TimeoutExpired:
-            timed_out = True
+        timed_out = full = False
+        left_s = wall_s
+        while not (timed_out or full):
+            try:
+                process.wait(left_s if is_full is None else min(left_s, DISK_CHECK_S))
+                break
+            except subprocess.TimeoutExpired:
+                left_s = wall_s - (time.monotonic() - began)
+                timed_out = left_s <= 0
+                full = is_full is not None and is_full()
         with contextlib.suppress(ProcessLookupError):  # nothing is left of the group
             os.killpg(process.pid, signal.SIGKILL)  # also after a normal end: the program may have left children
         process.wait()
         seconds = time.monotonic() - began
+    full = full or (is_full is not None and is_full())
     lines = (folder / "status").read_text().splitlines(keepends=True)
     # The last line is torn if bubblewrap was killed while it wrote it.
     reports = [json.loads(line) for line in lines if line.endswith("}\n")]
@@ -271,10 +297,10 @@ def _execute(
     stdout, stderr = ((folder / file).read_text(encoding="utf-8", errors="replace") for file in ("out", "err"))
     # bubblewrap reports an exit code only if it has started the program. Else stderr holds its own message, and the
     # result must not pass for the program's.
-    if apart and not timed_out and not any("exit-code" in report for report in reports):
+    if apart and not timed_out and not full and not any("exit-code" in report for report in reports):
         raise SandboxError(stderr[-300:].strip() or "bubblewrap ended without a message")
     code = process.returncode
-    return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out, seconds)
+    return SandboxResult(stdout, stderr, 128 - code if code < 0 else code, timed_out, seconds, full)
 
 
 def wait_for_exit(pid: int) -> None:

@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import tomllib
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,8 +38,15 @@ from typing import Any, ClassVar
 
 from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.environments.registry import register_environment
-from skyrl_train.environments.sandbox import SYSTEM_FOLDERS, SandboxLimits, run_command, sandbox_user
-from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.environments.sandbox import (
+    MIB,
+    SYSTEM_FOLDERS,
+    SandboxLimits,
+    run_command,
+    sandbox_user,
+    used_bytes,
+)
+from skyrl_train.errors import ConfigError, DataError, RolloutError
 from skyrl_train.types import ConversationType
 
 logger = logging.getLogger(__name__)
@@ -54,7 +62,10 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _UNSUPPORTED = {"steps", "environment.tpu", "environment.gpus", "environment.mcp_servers", "environment.healthcheck"}
 _DOCKER = "docker"
 _MAX_COMMAND_BYTES = 100_000  # the kernel takes 131,071 in one argument
-_END_S = 60.0  # a container of a trainer that was killed ends by itself so long after the task's own limits
+_MAX_REWARD_BYTES = 1_000_000
+_LOGGED_CHARACTERS = 4000  # of what the tests wrote, from its end
+# An episode also waits for the policy, for any time. Where nothing removes its container, that ends so long after its start.
+_LIFE_S = 7 * 24 * 3600
 
 # Tasks -------------------------------------------------------------------------------------------------------------
 
@@ -69,6 +80,7 @@ class Task:
         variables: of every command; ``test_variables`` also of the tests.
         agent_s, tests_s: limits of all commands together and of the tests.
         memory_mb: None: no limit with Docker, 2048 with bubblewrap.
+        storage_mb: of all files, with bubblewrap. None: 2048.
         network: whether commands may reach it; never with bubblewrap.
     """
 
@@ -83,6 +95,7 @@ class Task:
     build_s: float
     cpus: float | None
     memory_mb: int | None
+    storage_mb: int | None
     network: bool
 
 
@@ -136,7 +149,8 @@ def read_task(folder: Path) -> Task:
             tests_s=float(verifier.get("timeout_sec") or 600.0),
             build_s=float(environment.get("build_timeout_sec") or 600.0),
             cpus=None if environment.get("cpus") is None else float(environment["cpus"]),
-            memory_mb=_memory_mb(environment),
+            memory_mb=_size_mb(environment, "memory"),
+            storage_mb=_size_mb(environment, "storage"),
             network=environment.get("network_mode", "public") == "public"
             and environment.get("allow_internet") is not False,
         )
@@ -144,15 +158,15 @@ def read_task(folder: Path) -> Task:
         raise DataError(f"{where} has a value of the wrong kind: {error}") from error
 
 
-def _memory_mb(environment: Mapping[str, Any]) -> int | None:
-    if environment.get("memory_mb") is not None:
-        return int(environment["memory_mb"])
-    text = environment.get("memory")  # the older field, such as "2G"
+def _size_mb(environment: Mapping[str, Any], name: str) -> int | None:
+    if environment.get(f"{name}_mb") is not None:
+        return int(environment[f"{name}_mb"])
+    text = environment.get(name)  # the older field, such as "2G"
     if text is None:
         return None
     units = {"G": 1024, "M": 1, "K": 1 / 1024}
     if text[-1:].upper() not in units:
-        raise ValueError(f"memory={text!r} has none of the units G, M and K")
+        raise ValueError(f"{name}={text!r} has none of the units G, M and K")
     return int(float(text[:-1]) * units[text[-1].upper()])
 
 
@@ -216,14 +230,15 @@ class Container(ABC):
         place = VERIFIER_FOLDER
         ended = self.run(
             f"rm -rf {place}; mkdir -p {place}; bash /tests/test.sh >{place}/output 2>&1; cd {place}; "
-            "for name in reward.json reward.txt output; do "
-            "if [ -f $name ]; then echo $name; tail -c 4000 $name; break; fi; done",
+            "for name in reward.json reward.txt; do "
+            f"if [ -f $name ]; then echo $name; head -c {_MAX_REWARD_BYTES + 1} $name; exit; fi; done; "
+            f"echo output; tail -c {_LOGGED_CHARACTERS} output",
             self.task.tests_s,
             self.task.test_variables,
         )
         name, _, text = ended.output.partition("\n")
         with contextlib.suppress(ValueError, TypeError, AttributeError):
-            if name != "output":
+            if name != "output" and len(text) <= _MAX_REWARD_BYTES:
                 value = json.loads(text)
                 rewards = {
                     str(key): float(number)
@@ -231,7 +246,8 @@ class Container(ABC):
                 }
                 if all(map(math.isfinite, rewards.values())):
                     return rewards
-        logger.warning("%s: the tests wrote no reward (exit code %d): %s", self.task.folder, ended.exit_code, text)
+        shown = text[-_LOGGED_CHARACTERS:]
+        logger.warning("%s: the tests wrote no reward (exit code %d): %s", self.task.folder, ended.exit_code, shown)
         return {}
 
 
@@ -255,6 +271,8 @@ class BubblewrapContainer(Container):
         self._files.chmod(0o711)
         self._variables = dict(task.variables)
         self._workdir = "/app"
+        self._storage_mb = self._disk_mib = task.storage_mb or 2048
+        self._is_full = False
         try:
             for place in ("/app", "/tmp", "/tests", VERIFIER_FOLDER):
                 self._inside(place).mkdir(parents=True, exist_ok=True)
@@ -267,6 +285,17 @@ class BubblewrapContainer(Container):
             self.close()
             raise
 
+    def run(self, command: str, timeout_s: float, variables: Mapping[str, str] | None = None) -> CommandResult:
+        """See :meth:`Container.run`. After a command that exceeded the limit of all files, only the tests run."""
+        if self._is_full:
+            return CommandResult(f"bash: the files exceed {self._storage_mb} MiB: nothing more is run\n", 126, 0.0)
+        return super().run(command, timeout_s, variables)
+
+    def run_tests(self) -> dict[str, float]:
+        self._is_full = False
+        self._disk_mib = used_bytes(self._files) // MIB + self._storage_mb  # the commands may have left no room
+        return super().run_tests()
+
     def _run(self, command: str, timeout_s: float, variables: Mapping[str, str]) -> CommandResult:
         limits = SandboxLimits(
             cpu_s=math.ceil(timeout_s),
@@ -274,13 +303,18 @@ class BubblewrapContainer(Container):
             memory_mib=self.task.memory_mb or 2048,
             processes=64,
             file_mib=64,
+            disk_mib=self._disk_mib,
         )
         # Both streams into one, in their order. An earlier command may have removed the working folder.
         enter = 'cd -- "$2" 2>/dev/null || mkdir -p -- "$2" 2>/dev/null && cd -- "$2" 2>/dev/null'
         argv = ["bash", "-c", f'exec 2>&1; {enter}; eval "$1"', "task", command, self._workdir]
         given = {"HOME": self._workdir, **self._variables, **variables}
         ended = run_command(argv, self._files, "/", given, limits, self._user)
-        return CommandResult(ended.stdout, 124 if ended.timed_out else ended.exit_code, ended.seconds)
+        self._is_full = ended.is_full
+        output = ended.stdout
+        if ended.is_full:
+            output += f"\nbash: ended: the files exceed {self._storage_mb} MiB\n"
+        return CommandResult(output, 124 if ended.timed_out else ended.exit_code, ended.seconds)
 
     def add_tests(self) -> None:
         target = self._inside("/tests")  # no link: commands cannot replace what lies at the root
@@ -361,7 +395,10 @@ class DockerContainer(Container):
     """
 
     _images: ClassVar[dict[Path, str]] = {}
-    _building: ClassVar[threading.Lock] = threading.Lock()
+    _keeper: ClassVar[tuple[str, subprocess.Popen[bytes]] | None] = (
+        None  # the label of this process's containers, and who removes them
+    )
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -374,8 +411,6 @@ class DockerContainer(Container):
         limits = [] if task.cpus is None else ["--cpus", f"{task.cpus:g}"]
         limits += [] if task.memory_mb is None else ["--memory", f"{task.memory_mb}m"]
         variables = [word for name, value in task.variables.items() for word in ("--env", f"{name}={value}")]
-        # It ends by itself if this process is killed.
-        life = str(math.ceil(task.agent_s + 3 * task.tests_s + _END_S))
         self._id = self._docker(
             *(
                 "run",
@@ -383,11 +418,11 @@ class DockerContainer(Container):
                 "--rm",
                 "--init",
                 "--label",
-                "skyrl_train",
+                self._label(),
                 "--network",
                 "bridge" if task.network else "none",
             ),
-            *(*limits, *variables, "--entrypoint", "sleep", image, life),
+            *(*limits, *variables, "--entrypoint", "sleep", image, str(_LIFE_S)),
             failed=f"{task.folder}: the container cannot be started",
             timeout_s=task.build_s,
         )
@@ -411,6 +446,10 @@ class DockerContainer(Container):
             )
         except subprocess.TimeoutExpired:
             return CommandResult("", 124, time.monotonic() - began)
+        # The command's own errors are in its standard output.
+        if ended.returncode and ended.stderr.startswith(b"Error"):
+            reason = ended.stderr.decode(errors="replace").strip()
+            raise RolloutError(f"{self.task.folder}: the container is lost: {reason[-500:]}")
         # timeout itself ends with 137 after the signal, or 124.
         code = 124 if ended.returncode in (124, 137) else ended.returncode
         output = (ended.stdout + ended.stderr).decode(errors="replace")
@@ -429,7 +468,7 @@ class DockerContainer(Container):
     def _built_image(self) -> str:
         """Build the image once in this process; Docker's cache has it for others."""
         folder = self.task.folder.resolve()
-        with self._building:
+        with self._lock:
             if folder not in self._images:
                 name = f"skyrl-task-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
                 self._docker(
@@ -439,6 +478,24 @@ class DockerContainer(Container):
                 )
                 self._images[folder] = name
             return self._images[folder]
+
+    @classmethod
+    def _label(cls) -> str:
+        """Return the label of this process's containers. Another process removes them once this one has ended, by any cause."""
+        with cls._lock:
+            if cls._keeper is None:
+                label = f"skyrl_train={uuid.uuid4().hex}"
+                # Its standard input ends with this process.
+                script = f'cat; {_DOCKER} rm --force $({_DOCKER} ps --all --quiet --filter "label=$1")'
+                keeper = subprocess.Popen(
+                    ["sh", "-c", script, "sh", label],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+                cls._keeper = label, keeper
+            return cls._keeper[0]
 
     def _docker(self, *arguments: str, failed: str, timeout_s: float) -> str:
         try:
@@ -478,8 +535,8 @@ class TaskFolder(Environment):
     """The task of a folder: the policy's commands run in a container, and the task's tests give the reward.
 
     The last fenced block of an answer, of the language bash, sh or shell, is run. The next message is its output. An answer
-    without one ends the episode, as do the last turn (``generator.max_turns``), an answer cut off at ``max_tokens``, and the
-    task's ``[agent] timeout_sec``. Then the tests run. Tests that write no reward give 0.
+    without one ends the episode, as do the last turn (``generator.max_turns``), an answer cut off at ``max_tokens``, an output
+    that does not fit the context, and the task's ``[agent] timeout_sec``. Then the tests run. Tests that write no reward give 0.
 
     The data row's ``task`` is the folder; ``data.train_data=[FOLDER]`` has a row for each task in FOLDER.
 
@@ -554,10 +611,14 @@ class TaskFolder(Environment):
                 output += f"\n[exit code {ended.exit_code}]"
         if blocks and self._turns_left > 0 and self._seconds_left > 0 and self._stop_reason == "stop":
             return {"observations": [{"role": "user", "content": output}], "reward": 0.0, "done": False}
-        rewards = container.run_tests()
-        reward = rewards.get("reward", next(iter(rewards.values()), 0.0))
+        return {"observations": [], "reward": self.end_early(), "done": True}
+
+    def end_early(self) -> float:
+        """Run the tests and return their reward."""
+        assert self._container is not None, "init() comes first"
+        rewards = self._container.run_tests()
         self._metrics = {**rewards, "commands": float(self._commands), "no_reward": float(not rewards)}
-        return {"observations": [], "reward": reward, "done": True}
+        return rewards.get("reward", next(iter(rewards.values()), 0.0))
 
     def close(self) -> None:
         if self._container is not None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from skyrl_train.environments.episode import Episode
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.environments.sandbox import why_unavailable
 from skyrl_train.environments.task_folders import PROTOCOL, TaskFolder, open_container, read_task
-from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.errors import ConfigError, DataError, RolloutError
 from skyrl_train.rollout.data.dataset import open_rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "async" / "tasks"
@@ -33,7 +36,9 @@ case $command in
     build) echo sha256:1 ;;
     run) mkdir -p "$FAKE/root/app"; echo container-1 ;;
     cp) mkdir -p "$FAKE/root${2#*:}"; cp -r "$1" "$FAKE/root${2#*:}" ;;
+    ps) [ -e "$FAKE/root" ] && echo container-1 ;;
     exec)
+        [ -e "$FAKE/root" ] || { echo "Error response from daemon: No such container: container-1" >&2; exit 1; }
         while [ "$1" != container-1 ]; do shift; done
         words=("${@:2}"); last=$((${#words[@]} - 1))
         words[$last]=$(printf '%s' "${words[$last]}" | sed "s# /tests# $FAKE/root/tests#g; s#/logs#$FAKE/root/logs#g")
@@ -45,8 +50,8 @@ esac
 
 
 @pytest.fixture
-def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program that behaves like ``docker``; returns the file with its calls."""
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A program that behaves like ``docker``; yields the file with its calls."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "docker"
     program.write_text(DOCKER)
@@ -54,7 +59,17 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE", str(tmp_path))
     monkeypatch.setattr(task_folders.DockerContainer, "_images", {})
-    return tmp_path / "calls"
+    monkeypatch.setattr(task_folders.DockerContainer, "_keeper", None)
+    yield tmp_path / "calls"
+    if task_folders.DockerContainer._keeper is not None:
+        end(task_folders.DockerContainer._keeper[1])
+
+
+def end(keeper: subprocess.Popen[bytes]) -> None:
+    """What the end of this process does."""
+    assert keeper.stdin is not None
+    keeper.stdin.close()
+    keeper.wait(60)
 
 
 @pytest.fixture
@@ -216,6 +231,41 @@ def test_the_tests_write_the_reward(
 
 
 @pytest.mark.usefixtures("bubblewrap")
+@pytest.mark.parametrize(("cases", "rewards"), [(1000, 1001), (200_000, 0)])
+def test_the_rewards_of_many_tests_are_read_whole_or_not_at_all(tmp_path: Path, cases: int, rewards: int) -> None:
+    test = f"""python3 -c 'import json; d = {{str(n): 0 for n in range({cases})}}; print(json.dumps(d | {{"reward": 1}}))'"""
+    container = open_container(write(tmp_path, tests__test_sh=f"{test} > /logs/verifier/reward.json"))
+    assert len(container.run_tests()) == rewards
+    container.close()
+
+
+@pytest.mark.usefixtures("bubblewrap")
+@pytest.mark.parametrize(
+    "command", ["yes | head -c 9000000 > x", "for n in 1 2 3; do yes | head -c 3000000 > $n; done; sleep 1000"]
+)
+def test_a_command_whose_files_take_too_much_space_ends_and_is_the_last_one(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "DISK_CHECK_S", 0.05)
+    container = open_container(write(tmp_path, task_toml="[environment]\nstorage_mb = 8\n"))
+    assert container.run("yes | head -c 3000000 > y; rm y; echo fits", 60).output == "fits\n"
+    ended = container.run(command, 1000)
+    assert ended.output.endswith("ended: the files exceed 8 MiB\n")
+    assert container.run("rm *; echo more", 60).output == "bash: the files exceed 8 MiB: nothing more is run\n"
+    assert container.run_tests() == {"reward": 1.0}
+    container.close()
+
+
+@pytest.mark.usefixtures("bubblewrap")
+def test_an_episode_that_the_context_ends_is_tested_too(tmp_path: Path) -> None:
+    episode = environment(write(tmp_path, tests__test_sh="cp /app/n /logs/verifier/reward.txt"))
+    assert not episode.step("```bash\necho 3 > n\n```")["done"]
+    assert episode.end_early() == 3.0
+    assert episode.get_metrics() == {"reward": 3.0, "commands": 1.0, "no_reward": 0.0}
+    episode.close()
+
+
+@pytest.mark.usefixtures("bubblewrap")
 def test_an_episode_ends_without_a_command_at_the_last_turn_and_when_cut_off(tmp_path: Path) -> None:
     folder = write(tmp_path, tests__test_sh="echo 0.$(cat /app/n || echo 0) > /logs/verifier/reward.txt")
     episode = environment(folder)
@@ -317,7 +367,32 @@ async def test_an_episode_gets_the_number_of_turns_and_the_protocol(tmp_path: Pa
     run = next(call for call in calls if call.startswith("run"))
     for words in ("--network none", "--cpus 0.5", "--memory 64m", "--env A=1", "--rm"):
         assert words in run
-    assert int(run.split()[-1]) >= task_folders.read_task(folder).agent_s, "it outlives the task, and not for ever"
+    assert int(run.split()[-1]) >= 24 * 3600, "it outlives each wait for the policy, and not for ever"
+
+
+def test_a_container_outlives_no_trainer_and_ends_at_its_close(tmp_path: Path, docker: Path) -> None:
+    closed, left = (open_container(write(tmp_path / name), "docker") for name in ("a", "b"))
+    closed.close()
+    assert (tmp_path / "root").exists() is False
+    (tmp_path / "root" / "app").mkdir(parents=True)
+    assert left.run("echo here", 60).output == "here\n"
+    assert task_folders.DockerContainer._keeper is not None
+    label, keeper = task_folders.DockerContainer._keeper
+    end(keeper)
+    assert not (tmp_path / "root").exists()
+    calls = docker.read_text().splitlines()
+    assert calls[-2:] == [f"ps --all --quiet --filter label={label}", "rm --force container-1"]
+    assert sum(f"--label {label} " in call for call in calls) == 2, "all containers of this process have it"
+
+
+def test_a_container_that_is_lost_fails_the_rollout_and_is_no_output(tmp_path: Path, docker: Path) -> None:
+    episode = environment(write(tmp_path / "task"), container="docker")
+    assert episode.step("```bash\ncat absent; exit 1\n```")["observations"][0]["content"].endswith("[exit code 1]")
+    shutil.rmtree(tmp_path / "root")
+    with pytest.raises(RolloutError, match=r"task: the container is lost: .*No such container"):
+        episode.step("```bash\necho 1\n```")
+    with pytest.raises(RolloutError, match="the container is lost"):
+        episode.step("Done.")
 
 
 def test_docker_that_is_missing_does_not_answer_or_cannot_build_says_so(
