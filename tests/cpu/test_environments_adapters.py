@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -74,6 +76,26 @@ def test_reasoning_gym_scores_its_own_answers(task: str, kwargs: dict[str, Any])
         assert record.prompt == [{"role": "user", "content": entry["question"]}]
         assert made.make(record.env_extras).step(f" {entry['answer']}\n")["reward"] == 1.0
         assert made.make(record.env_extras).step("no idea")["reward"] < 1.0
+
+
+def test_an_answer_that_takes_for_ever_to_evaluate_is_worth_nothing_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    made = factory("reasoning_gym:countdown")
+    [record] = made.generate_prompts(1, seed=7)
+    entry = record.env_extras["entry"]
+    assert made.make(record.env_extras).step("9**9**9")["reward"] == 0.0
+    assert "An answer of 7 characters could not be scored" in caplog.text
+    assert made.make(record.env_extras).step(entry["metadata"]["expression"])["reward"] == 1.0
+
+
+def test_an_answer_is_not_evaluated_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = factory("reasoning_gym:spiral_matrix")
+    [record] = made.generate_prompts(1, seed=7)
+    monkeypatch.setattr(sys, "evaluated_by", None, raising=False)
+    made.make(record.env_extras).step("[__import__('sys').__setattr__('evaluated_by', 1)]")
+    assert sys.evaluated_by is None
 
 
 def test_reasoning_gym_parameters_reach_the_task() -> None:
