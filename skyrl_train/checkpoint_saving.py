@@ -1,7 +1,8 @@
 """Takes checkpoints while the run continues: a consistent snapshot first, then the disk in the background.
 
 begin ──backend.snapshot (training waits)──collect (no await)──> returns
-                                                    └──write──> written() returns ──export──> ended() returns
+                                                    └──write──> written() returns
+                                                          └──exports, one after the other──> ended() returns
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class CheckpointSaving:
         snapshot: copies the backend's state, off the event loop.
         collect: returns the rollout side; called without an ``await`` after the backend's state is copied.
         evaluated: returns the evaluations that decide which older checkpoints stay.
-        export: writes the checkpoint of a step as a model folder, blocking; called every ``export_interval`` steps. The
-            checkpoint stays meanwhile, and later ones may be written; only the next export waits.
+        export: writes the checkpoint of a step as a model folder, blocking; called every ``export_interval`` steps, one after
+            the other. The checkpoints stay meanwhile, and no checkpoint waits for an export. A stop may write the checkpoint
+            again that is being exported, with the same policy.
         export_interval: in steps; 0: never.
         changed: notified when a checkpoint is written or has failed.
         events: the record of the run.
@@ -73,7 +75,7 @@ class CheckpointSaving:
         self._evaluated = evaluated
         self._export = export
         self._export_interval = export_interval
-        self._exporting: asyncio.Task[None] | None = None
+        self._exports: dict[int, asyncio.Task[None]] = {}  # those that have not ended, by step
         self._exported = 0  # the step of the newest export, ended or not
         self._changed = changed
         self._events = events
@@ -110,8 +112,7 @@ class CheckpointSaving:
         # The rollout side is collected after the wait for the backend, at one moment of the event loop.
         policy = await self._snapshot()
         rollout, evaluated = self._collect(), self._evaluated()
-        if self._exporting is not None and not self._exporting.done():
-            evaluated = replace(evaluated, unfinished={*evaluated.unfinished, self._exported})
+        evaluated = replace(evaluated, unfinished={*evaluated.unfinished, *self._exports})
 
         # Runs in a thread while training continues, so it uses only the copies above.
         def write(folder: Path) -> dict[str, str]:
@@ -133,15 +134,11 @@ class CheckpointSaving:
             return folder
 
         async def save() -> Path:
-            # A stop writes the checkpoint of a step again, with the same policy: the folder that is exported is replaced.
-            if self._exporting is not None and rollout.step == self._exported:
-                await self._exporting
             folder = await asyncio.to_thread(publish)
             if self.export_due(rollout.step) and rollout.step != self._exported:
-                if self._exporting is not None:
-                    await self._exporting
                 self._exported = rollout.step
-                self._exporting = asyncio.create_task(asyncio.to_thread(self._export, rollout.step), name="export")
+                exporting = self._export_after(list(self._exports.values()), rollout.step)
+                self._exports[rollout.step] = asyncio.create_task(exporting, name="export")
             return folder
 
         self._task = asyncio.create_task(save(), name="checkpoint")
@@ -162,9 +159,15 @@ class CheckpointSaving:
                 if self._task.done():  # else this call was cancelled, and ended() waits for the writing thread
                     self._task = None
 
+    async def _export_after(self, earlier: Sequence[asyncio.Task[None]], step: int) -> None:
+        try:
+            await asyncio.gather(*earlier, return_exceptions=True)
+            await asyncio.to_thread(self._export, step)
+        finally:
+            del self._exports[step]
+
     async def ended(self) -> None:
-        """Wait for the current write and export, and ignore their results."""
+        """Wait for the current write and the exports, and ignore their results."""
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._exporting is not None:
-            await asyncio.gather(self._exporting, return_exceptions=True)
+        await asyncio.gather(*self._exports.values(), return_exceptions=True)

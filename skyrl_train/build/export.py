@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from skyrl_train.checkpoint_saving import POLICY_FOLDER
 from skyrl_train.config import derive
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.observability.run import Run, Which, load_run, split_checkpoint
@@ -66,10 +67,33 @@ def export_in_process(run: RunFolder, step: int) -> None:
     """Write the policy of a checkpoint to ``policies/global_step_N`` in another process, and wait for it.
 
     A failure is a warning: the checkpoint has the same weights. Another process, because transformers changes globals of torch,
-    such as the default dtype, while it builds a model.
+    such as the default dtype, while it builds a model. An export that fails while the checkpoint is written again, which has the
+    same policy then, begins again once.
     """
     folder = run.path / "policies" / f"global_step_{step}"
-    shutil.rmtree(folder, ignore_errors=True)  # of steps that were lost with their weights
+    # Of a step that was lost with its weights. Removed first: if the new export fails, it would pass for that of this step.
+    shutil.rmtree(folder, ignore_errors=True)
+    checkpoint = run.checkpoints / f"global_step_{step}"
+    before = _inode(checkpoint)
+    problem = _export_elsewhere(run, step, folder)
+    if problem and _inode(checkpoint) != before:
+        problem = _export_elsewhere(run, step, folder)
+    if problem:
+        logger.warning(
+            "the policy after step %d was not exported (%s). `skyrl-train export %s:%d FOLDER` does it later",
+            step, problem, run.path, step,
+        )  # fmt: skip
+
+
+def _inode(folder: Path) -> int | None:
+    """Return a number that tells a folder from another one that takes its place; None: there is none."""
+    with suppress(OSError):
+        return folder.stat().st_ino
+    return None
+
+
+def _export_elsewhere(run: RunFolder, step: int, folder: Path) -> str:
+    """Export in another process and wait for it. Returns what went wrong, or an empty string."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # the same packages as here
     log = run.logs / "export.log"
@@ -84,14 +108,9 @@ def export_in_process(run: RunFolder, step: int) -> None:
                 start_new_session=True,  # Ctrl-C asks for a checkpoint, and for the policy of this one
             )
         code = process.wait()
-        problem = f"exit code {code}, {log} says why" if code else ""
     except OSError as error:
-        problem = str(error)
-    if problem:
-        logger.warning(
-            "the policy after step %d was not exported (%s). `skyrl-train export %s:%d FOLDER` does it later",
-            step, problem, run.path, step,
-        )  # fmt: skip
+        return str(error)
+    return f"exit code {code}, {log} says why" if code else ""
 
 
 def export_critic(source: Run, state: Path, folder: Path) -> None:
@@ -115,8 +134,8 @@ def export_critic(source: Run, state: Path, folder: Path) -> None:
     save_file(value_head, folder / VALUE_HEAD)
 
 
-def find_source(init_from: str, config: RunConfig) -> tuple[Run, Path]:
-    """Return the run that ``trainer.init_from`` names, and the folder of its checkpoint.
+def find_source(init_from: str, config: RunConfig, step: int | None = None) -> tuple[Run, Path]:
+    """Return the run that ``trainer.init_from`` names, and the folder of its checkpoint, or of the one of ``step``.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or the run has another model than ``config``.
@@ -131,19 +150,31 @@ def find_source(init_from: str, config: RunConfig) -> tuple[Run, Path]:
             f"trainer.init_from={init_from}: that run has another model. Set trainer.policy.model.path and "
             f"trainer.policy.model.build as in {path / CONFIG}."
         )
-    return source, source.checkpoint(which)
+    return source, source.checkpoint(which if step is None else step)
 
 
-def start_from_run(init_from: str, config: RunConfig, folder: Path) -> None:
+def start_from_run(init_from: str, config: RunConfig, folder: Path, began: int | None = None) -> None:
     """Write the policy that ``trainer.init_from`` names to ``folder``, and its run and step beside it; keep an existing folder.
 
     A LoRA adapter is merged. If both runs have a critic that starts from the same model, the critic is written beside it too.
+
+    Args:
+        began: the step of the policy from which the run has started on another machine.
 
     Raises: like :func:`find_source` and :func:`export_checkpoint`.
     """
     if folder.is_dir():
         return
-    source, checkpoint = find_source(init_from, config)
+    try:
+        source, checkpoint = find_source(init_from, config, began)
+    except SkyRLError as error:
+        if began is None:
+            raise
+        raise ConfigError(
+            f"The run in trainer.ckpt_path={config.trainer.ckpt_path} started from step {began} of {init_from}. Another policy "
+            f"would change its reference: {error} Restore that checkpoint, or copy the run folder from the machine where the "
+            f"run began to {folder.parent}."
+        ) from error
     unfinished = folder.with_name(f".init-{folder.name}")
     step = export_folder(source, checkpoint, unfinished)
     # A start that was interrupted may have left one, written under other settings.

@@ -46,7 +46,7 @@ from skyrl_train.models.folder import load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.gpus import training_flops
 from skyrl_train.observability.reporter import Reporter
-from skyrl_train.observability.run_folder import RunFolder
+from skyrl_train.observability.run_folder import ORIGIN, RunFolder
 from skyrl_train.rollout.data.dataset import PromptDataset, check_template
 from skyrl_train.rollout.stages.logprobs import ReplicaStage
 from skyrl_train.rollout.stages.pipeline import Stage
@@ -84,7 +84,7 @@ async def build_trainer(
     """
     checkpoints = await asyncio.to_thread(open_checkpoints, config, run_folder.checkpoints)
     with reporter.start_up("model and tokenizer"):
-        model_path = await asyncio.to_thread(prepare_model, config, run_folder.model)
+        model_path = await asyncio.to_thread(prepare_model, config, run_folder.model, checkpoints)
         tokenizer = load_tokenizer(model_path, config.generator.chat_template)
         check_template(dataset, tokenizer)
     started = started or StartedProcesses()
@@ -256,14 +256,19 @@ def trainer_class(mode: str) -> type[PPOTrainer]:
     return cls
 
 
-def prepare_model(config: RunConfig, folder: Path) -> str:
+def prepare_model(config: RunConfig, folder: Path, checkpoints: Checkpoints | None = None) -> str:
     """Return the model folder to start from: the configured one, or a new one in ``folder``.
+
+    Args:
+        checkpoints: of the run, which may have begun on another machine.
 
     Raises:
         ConfigError, CheckpointError, ModelError: the model cannot be built, or ``trainer.init_from`` cannot be read.
     """
     if config.trainer.init_from is not None:
-        start_from_run(config.trainer.init_from, config, folder)
+        # A run that began on another machine starts from the same policy here, which is also the reference of KL terms.
+        began = checkpoints.origin_step() if isinstance(checkpoints, RemoteCheckpointStore) else None
+        start_from_run(config.trainer.init_from, config, folder, began)
         return str(folder)
     if config.trainer.policy.model.path is not None:
         return config.trainer.policy.model.path
@@ -280,6 +285,7 @@ def open_checkpoints(config: RunConfig, folder: Path) -> Checkpoints:
     """
     if config.trainer.ckpt_path is None:
         return CheckpointStore(folder, config.trainer.max_ckpts_to_keep)
-    remote = RemoteCheckpointStore(config.trainer.ckpt_path, config, CheckpointStore(folder, max_to_keep=1))
+    local = CheckpointStore(folder, max_to_keep=1)
+    remote = RemoteCheckpointStore(config.trainer.ckpt_path, config, local, folder.with_name(ORIGIN))
     remote.check()
     return remote

@@ -159,6 +159,10 @@ class CheckpointStore:
             ) from error
         return self._newest
 
+    def newest_complete(self) -> Path | None:
+        """Return what :meth:`latest` would return if no file has other content. Reads manifests and sizes only."""
+        return next(filter(is_complete, self._candidates()), None)
+
     def _candidates(self) -> list[Path]:
         """Return what ``latest`` may return, best first; the first one need not exist."""
         folders = sorted(self._folders(), key=_age_key, reverse=True)

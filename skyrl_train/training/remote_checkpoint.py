@@ -5,15 +5,17 @@
 
 An object store has no rename, so the manifest makes a folder a checkpoint: it is uploaded last and removed first. No folder is
 written twice. The state behind the URL decides; the copy on the local disk only saves the download if it is the same checkpoint.
-Only while there is none behind the URL does the local disk decide: the run got its ``trainer.ckpt_path`` after it had begun.
+Only while there is none behind the URL does the local disk decide: the run got its ``trainer.ckpt_path`` after it had begun. A
+newest local checkpoint that a command with another URL, or with none, has written is an error: the run has continued there.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +43,8 @@ from skyrl_train.training.checkpoint import (
 )
 
 CONFIG = "config.yaml"  # of the run that the checkpoints belong to
-IDENTITY = "id"  # file with a random number, so that no two checkpoints have the same manifest
+# A file with a random number, so that no two checkpoints have the same manifest, and the URL that the checkpoint was written for.
+IDENTITY = "id"
 START_AFRESH = "start a new run with another trainer.ckpt_path"
 _FOLDER = re.compile(r"global_step_(\d+)(?:\.(\d+))?")
 
@@ -66,11 +69,12 @@ class _DamagedError(CheckpointError):
 class RemoteCheckpointStore:
     """Stores the checkpoints of one run behind a URL; see :class:`skyrl_train.training.checkpoint.Checkpoints`."""
 
-    def __init__(self, url: str, config: RunConfig, local: CheckpointStore) -> None:
+    def __init__(self, url: str, config: RunConfig, local: CheckpointStore, origin: Path | None = None) -> None:
         """
         Args:
             config: of the run; checkpoints of another run are rejected.
             local: stores each checkpoint before its upload, and after a download.
+            origin: file with the ``step`` of the policy that the run started from, if it exists; see :meth:`origin_step`.
 
         Raises:
             ConfigError: fsspec cannot open such a URL.
@@ -78,6 +82,7 @@ class RemoteCheckpointStore:
         self._url = url.rstrip("/")
         self._config = config
         self._local = local
+        self._origin = origin
         # The manifests that the newest checkpoint may have while no other run writes there; None: not read yet.
         self._known: set[bytes] | None = None
         self._resumed: _RemoteFolder | None = None  # the checkpoint resumed from, or written last
@@ -109,15 +114,36 @@ class RemoteCheckpointStore:
                 "trainer.ckpt_path, or drop resume=never."
             )
 
+    def origin_step(self) -> int | None:
+        """Return the step of the policy that the run started from, on the machine where it did. None: it is not there.
+
+        Raises:
+            CheckpointError: the URL cannot be reached.
+        """
+        if self._origin is None:
+            return None
+        with self._reached("read"):
+            try:
+                step = int(json.loads(self._text(self._origin.name))["step"])
+            except FileNotFoundError:
+                return None
+            # Without a checkpoint it is left from a run that has ended before its first one.
+            return None if self._newest() is None else step
+
     def latest(self, report: Report = logger.warning) -> Path | None:
         """See :meth:`Checkpoints.latest`; the folder is on the local disk.
 
         It is the checkpoint that the pointer names. If that one is damaged, it is the newest intact one before it. While there
         is none behind the URL, it is the newest intact one on the local disk.
+
+        Raises:
+            CheckpointError: the newest one on the local disk was not written for this URL, which has another one.
         """
         with self._reached("read"):
             candidates = self._candidates()
             newest = next(filter(self._is_complete, candidates), None)
+            if newest is not None:
+                self._check_local(candidates, newest)
             self._known = set() if newest is None else {self._manifest_bytes(newest)}
             self._resumed = newest_intact(
                 candidates, self._fetch, lambda remote: remote.name, self._url, report, START_AFRESH
@@ -132,6 +158,22 @@ class RemoteCheckpointStore:
             report(f"{self._url} has no checkpoint yet. The run resumes from {local}.")
         return local
 
+    def _check_local(self, candidates: Sequence[_RemoteFolder], newest: _RemoteFolder) -> None:
+        """Check that the run has not continued without the URL: its steps since then would be lost, and nobody would notice."""
+        here = self._local.newest_complete()
+        if here is None or any(self._local.folder(each.step) == here and self._is_local(each) for each in candidates):
+            return
+        identity = here / IDENTITY
+        if identity.is_file():
+            _, *url = identity.read_text(encoding="utf-8", errors="replace").splitlines()
+            if url in ([], [self._url]):  # an earlier version wrote no URL
+                return
+        raise CheckpointError(
+            f"{here} was not written for trainer.ckpt_path={self._url}, which has {newest.name}: the run has continued with "
+            f"another trainer.ckpt_path, or with none. To continue from {here.name}, give that one, or an empty folder; "
+            f"to continue from {newest.name}, remove {here.parent}."
+        )
+
     def write(self, step: int, writer: Writer, evaluated: Evaluated = NOT_EVALUATED) -> Path:
         """Make the checkpoint of ``step``; return its copy on the local disk, which the next one replaces unless it is the best.
 
@@ -142,7 +184,7 @@ class RemoteCheckpointStore:
 
         def identified(folder: Path) -> Mapping[str, str]:
             checksums = writer(folder)
-            (folder / IDENTITY).write_text(secrets.token_hex(16), encoding="utf-8")
+            (folder / IDENTITY).write_text(f"{secrets.token_hex(16)}\n{self._url}\n", encoding="utf-8")
             return checksums
 
         folder = self._local.write(step, identified, evaluated)
@@ -180,6 +222,8 @@ class RemoteCheckpointStore:
         # Written once: a crash while it is overwritten would make the existing checkpoints unreadable.
         if first:
             self._files.pipe_file(self._path(CONFIG), to_yaml(self._config).encode())
+            if self._origin is not None and self._origin.is_file():
+                self._files.pipe_file(self._path(self._origin.name), self._origin.read_bytes())
         self._files.put([str(path) for path in paths], there)
         # The manifest comes after all files that it lists, the pointer after a check of their sizes.
         self._files.pipe_file(self._path(remote.name, MANIFEST), (folder / MANIFEST).read_bytes())

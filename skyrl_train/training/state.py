@@ -33,6 +33,7 @@ from skyrl_train.weight_sync.update import TensorSpec
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 REMEDY = "Resume with the model and settings it was made with, or start a new run with trainer.resume=never."
+READ_AGAIN = "It may be intact; make it readable and run the same command again."
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -247,7 +248,9 @@ def _reading(path: Path, read: Callable[[Path], T]) -> T:
         return read(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is incomplete: {path.name} is missing. {REMEDY}") from error
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read now: {error}. {READ_AGAIN}") from error
+    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}). {REMEDY}") from error
 
 

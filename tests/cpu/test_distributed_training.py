@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 import re
@@ -10,7 +11,9 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from traceback import StackSummary
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_lora_training import checks_the_export
 from test_lora_training import lora as lora_settings
+from torch.distributed.checkpoint.api import CheckpointException
 from training_worlds import (
     SMALL,
     VOCABULARY,
@@ -414,6 +418,19 @@ class TestCheckpoints:
         with pytest.raises(CheckpointError, match="cannot be read"):
             fresh.load(tmp_path / "nothing")
         assert same(before, weights(fresh))
+
+    def test_that_is_out_of_reach_for_now_is_not_said_to_be_of_another_model(
+        self, folder: str, first_policy: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        error = OSError(errno.EMFILE, "Too many open files")
+        rank = a_rank(folder)
+        try:
+            for raised in (error, CheckpointException("no", {0: (error, StackSummary())})):
+                monkeypatch.setattr("skyrl_train.training.distributed.checkpoint.load_shards", Mock(side_effect=raised))
+                with pytest.raises(AgreedError, match=r"Too many open files\)\. It may be intact; make it readable"):
+                    rank.load(POLICY, first_policy)
+        finally:
+            rank.leave()
 
     def test_of_another_model_is_refused(self, first_policy: Path, tmp_path: Path) -> None:
         build_model_folder(dataclasses.replace(SMALL, num_layers=1), tmp_path / "other", seed=1)

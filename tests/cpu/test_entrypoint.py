@@ -11,18 +11,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from checkpoint_worlds import writing
 from forks import Forks
 from recorded import samples_of
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from skyrl_train.build.export import export_in_process
 from skyrl_train.config.compose import compose
 from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig, RunConfig
@@ -39,6 +41,7 @@ from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import RunFolder, read_jsonl
 from skyrl_train.rollout.stages.reward import GroupToReward
+from skyrl_train.training.checkpoint import CheckpointStore
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 HERE = __name__
@@ -306,6 +309,63 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     during = load_file(folder / "policies" / "global_step_2" / "model.safetensors")
     assert all(torch.equal(during[name], exported["of-2"][name]) for name in final)
     assert AutoTokenizer.from_pretrained(tmp_path / "new" / "of-2").eos_token_id is not None
+
+
+class Exports:
+    """Stands for ``subprocess``: what the processes that export do, one after the other, and the codes that they end with."""
+
+    DEVNULL = subprocess.DEVNULL
+
+    def __init__(self, *processes: Callable[[], int]) -> None:
+        self.left = list(processes)
+
+    def Popen(self, command: list[str], **_: object) -> Mock:
+        return Mock(wait=self.left.pop(0))
+
+
+@pytest.mark.parametrize("again", ["written again", "as it was"])
+def test_an_export_begins_again_if_a_stop_has_written_its_checkpoint_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, again: str
+) -> None:
+    folder = RunFolder(tmp_path / "run", RunConfig())
+    folder.close()
+    store = CheckpointStore(folder.checkpoints, 1)
+    store.write(4, writing("four"))
+
+    def fails() -> int:
+        if again == "written again":
+            store.write(4, writing("four"))
+        return 1
+
+    exports = Exports(fails, lambda: 0)
+    monkeypatch.setattr("skyrl_train.build.export.subprocess", exports)
+    export_in_process(folder, 4)
+    assert (len(exports.left), "was not exported" in caplog.text) == (
+        (0, False) if again == "written again" else (1, True)
+    )
+
+
+def test_a_run_on_another_machine_starts_from_the_same_policy_though_its_source_has_trained_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(name: str, *overrides: str) -> tuple[int, str]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        short = ["trainer.policy.optimizer_config.lr=0.01", "trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=9"]
+        return run(tmp_path / name, capfd, *short, *overrides)
+
+    def begun(name: str) -> bytes:
+        return (tmp_path / name / "run" / "model" / "model.safetensors").read_bytes()
+
+    source = tmp_path / "source" / "run"
+    shared = [f"trainer.init_from={source}", f"trainer.ckpt_path=file://{tmp_path}/bucket"]
+    assert train("source", "trainer.max_steps=1")[0] == 0
+    assert train("first", *shared, "trainer.max_steps=1")[0] == 0
+    assert train("source", "trainer.max_steps=2")[0] == 0
+    assert train("second", *shared, "trainer.max_steps=2")[0] == 0
+    assert begun("second") == begun("first") and load_run(tmp_path / "second" / "run").origin["step"] == 1
+    shutil.rmtree(source / "checkpoints" / "global_step_1")
+    code, text = train("third", *shared, "trainer.max_steps=2")
+    assert code == 2 and f"started from step 1 of {source}" in text and "copy the run folder" in text
 
 
 def test_a_run_resumes_from_an_earlier_checkpoint_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

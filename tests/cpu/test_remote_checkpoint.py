@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,6 +105,54 @@ def test_a_run_whose_first_upload_failed_resumes_from_its_local_checkpoint(tmp_p
     assert content(again.latest(lambda line: None)) == "one"
     again.write(1, writing("one again"))
     assert content(store(tmp_path / "b").latest(pytest.fail)) == "one again"
+
+
+@pytest.mark.parametrize("other", [None, "memory://bucket/another/run"])
+def test_a_run_that_went_on_without_its_url_does_not_go_back_silently(tmp_path: Path, other: str | None) -> None:
+    store(tmp_path).write(3, writing("three"))
+    local = CheckpointStore(tmp_path, 1, QuickFileSystem())
+    elsewhere = local if other is None else RemoteCheckpointStore(other, configured(), local)
+    assert content(elsewhere.latest(lambda line: None)) == "three"
+    elsewhere.write(6, writing("six"))
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"global_step_6 was not written for .*, which has global_step_3: .*none"
+        ):
+            store(tmp_path).latest()
+    assert content(local.latest(pytest.fail)) == "six", "nothing is lost"
+    shutil.rmtree(tmp_path)
+    assert content(store(tmp_path).latest(pytest.fail)) == "three"
+
+
+def test_a_checkpoint_that_was_copied_to_another_url_is_the_same(tmp_path: Path) -> None:
+    store(tmp_path).write(3, writing("three"))
+    files = fsspec.filesystem("memory")
+    files.copy(URL, f"{URL}-moved", recursive=True)
+    moved = RemoteCheckpointStore(f"{URL}-moved", configured(), CheckpointStore(tmp_path, 1, QuickFileSystem()))
+    assert content(moved.latest(pytest.fail)) == "three"
+
+
+def test_a_checkpoint_whose_upload_failed_is_not_resumed_from(tmp_path: Path) -> None:
+    first = store(tmp_path)
+    first.write(1, writing("one"))
+    with pytest.MonkeyPatch.context() as patch:
+        Interruption(2, midway=True, error=TimeoutError).install(patch)
+        with pytest.raises(CheckpointError, match="does not take the checkpoint of step 2"):
+            first.write(2, writing("two"))
+    assert content(store(tmp_path).latest(pytest.fail)) == "one"
+
+
+def test_the_step_of_the_policy_that_a_run_started_from_is_beside_its_checkpoints(tmp_path: Path) -> None:
+    def opened(machine: str) -> RemoteCheckpointStore:
+        local = CheckpointStore(tmp_path / machine / "checkpoints", 1, QuickFileSystem())
+        return RemoteCheckpointStore(URL, configured(), local, tmp_path / machine / "origin.json")
+
+    for machine in "ab":
+        (tmp_path / machine).mkdir()
+    (tmp_path / "a" / "origin.json").write_text('{"run": "old", "step": 7}')
+    assert opened("a").origin_step() is None
+    opened("a").write(1, writing("one"))
+    assert opened("b").origin_step() == 7
 
 
 class Interruption:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,30 @@ def test_a_half_written_checkpoint_is_refused(tmp_path: Path, name: str, how: st
         path.write_text("[1]\n")
     with pytest.raises(CheckpointError, match=r"not a usable checkpoint .*remove it to resume from an older one"):
         read_all(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE])
+def test_an_error_that_may_pass_does_not_ask_to_remove_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    write_rollout_state({"a": 1}, [group(0)], tmp_path, [{"session": "s"}])
+
+    def out_of_reach(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    _, groups = read_rollout_state(tmp_path)
+    monkeypatch.setattr(Path, "open", out_of_reach)
+    monkeypatch.setattr(Path, "read_text", out_of_reach)
+    monkeypatch.setattr(Path, "read_bytes", out_of_reach)
+    reads: list[Callable[[], object]] = [
+        lambda: read_rollout_state(tmp_path),
+        lambda: next(groups),
+        lambda: read_replay_cache(tmp_path),
+    ]
+    for read in reads:
+        with pytest.raises(CheckpointError, match=r"cannot be read now: .*make it readable") as told:
+            read()
+        assert "remove" not in str(told.value)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "fully_async"])

@@ -15,6 +15,7 @@ from scripted import ScriptedEngine, hashed_token, in_virtual_time
 from skyrl_train.errors import CheckpointError, EngineError, GeneratorOutputError, RolloutError, WeightSyncError
 from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.training.backend import Minibatch
+from skyrl_train.training.checkpoint import Evaluated, Writer
 from skyrl_train.types import GeneratorInput, GeneratorOutput
 
 MODES = ["sync", "fully_async"]
@@ -412,6 +413,35 @@ async def test_training_and_checkpoints_continue_beside_an_export_whose_checkpoi
     assert kept.keys() == {3, 6}
     assert "global_step_3" in kept[3] and "global_step_4" not in kept[3]
     assert {path.name for path in h.run_folder.checkpoints.glob("global_step_*")} <= {"global_step_6", "global_step_8"}
+
+
+async def test_no_checkpoint_waits_for_an_export_and_a_stop_writes_the_exported_one_again(tmp_path: Path) -> None:
+    often = ["trainer.ckpt_interval=1", "trainer.hf_save_interval=2", "trainer.max_ckpts_to_keep=1"]
+    h = Harness(tmp_path, "trainer.mode=sync", *often)
+    written, begun, stopped = list[int](), list[tuple[int, list[int]]](), threading.Event()
+    store, loop = h.trainer.components.checkpoints, asyncio.get_running_loop()
+    write = store.write
+
+    def recorded_write(step: int, writer: Writer, evaluated: Evaluated) -> Path:
+        folder = write(step, writer, evaluated)
+        written.append(step)
+        if written.count(6) == 2:
+            stopped.set()
+        return folder
+
+    def export(step: int) -> None:
+        stopped.wait()
+        begun.append((step, list(written)))
+        assert (h.run_folder.checkpoints / f"global_step_{step}").is_dir(), "it stays until its turn has come"
+
+    def stop_in_step_6(part: Minibatch) -> None:
+        if part.step == 6:
+            loop.call_soon_threadsafe(h.trainer.request_stop)
+
+    store.write = recorded_write  # type: ignore[method-assign]
+    h.on_export, h.backend.before_update = export, stop_in_step_6
+    await h.train()
+    assert begun == [(step, [1, 2, 3, 4, 5, 6, 6]) for step in (2, 4, 6)]
 
 
 async def test_the_checkpoint_of_another_data_set_is_rejected(tmp_path: Path) -> None:

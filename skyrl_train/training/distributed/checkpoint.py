@@ -34,7 +34,7 @@ from skyrl_train.runtime.checksums import ChecksumWriter
 from skyrl_train.training.distributed.sharding import local_shard
 from skyrl_train.training.export import SHARDED_POLICY
 from skyrl_train.training.optimizer import PolicyOptimizer
-from skyrl_train.training.state import POLICY_FILE, REMEDY, Buffers, check_base, check_weights
+from skyrl_train.training.state import POLICY_FILE, READ_AGAIN, REMEDY, Buffers, check_base, check_weights
 
 ShardState = dict[str, torch.Tensor]  # by name in the checkpoint
 _OPTIMIZER, _RNG = "optimizer.", "rng."
@@ -114,10 +114,17 @@ def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_m
             # torch warns that no rank waits for another, which is intended: ranks may read different files.
             warnings.simplefilter("ignore", UserWarning)
             load_shards(wanted, storage_reader=reader, no_dist=True)
-    except (OSError, SafetensorError, CheckpointException, KeyError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be read ({first_line(error)}). {REMEDY}") from error
+    except CheckpointException as error:
+        raise _unreadable(folder, next(cause for cause, _ in error.failures.values())) from error
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise _unreadable(folder, error) from error
     check_base(folder, wanted, _live(model, optimizer))
     return wanted
+
+
+def _unreadable(folder: Path, error: BaseException) -> CheckpointError:
+    passing = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+    return CheckpointError(f"{folder} cannot be read ({first_line(error)}). {READ_AGAIN if passing else REMEDY}")
 
 
 @torch.no_grad()
