@@ -26,7 +26,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, meant_setting, nearest
+from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, meant_setting, nearest, setting
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.errors import ConfigError, first_line
 
@@ -39,6 +39,20 @@ RECIPES = Path(__file__).parent / "recipes"
 BASE = "base"
 OVERRIDES = "the overrides"
 _hydra = threading.Lock()  # its configuration is a global of the process
+
+# Settings that name files or folders: ~ at their beginning is the user's home, which a shell leaves as it is after a dotted key.
+_PATHS = (
+    "trainer.runs_dir",
+    "trainer.run_dir",
+    "trainer.init_from",
+    "trainer.policy.model.path",
+    "trainer.critic.model.path",
+    "trainer.eval.eval_data",
+    "data.train_data",
+    "environment.modules",
+    "generator.chat_template",
+    "generator.weight_folder",
+)
 
 ConfigStore.instance().store(name=BASE, node=RunConfig)
 
@@ -202,7 +216,16 @@ def _to_run_config(composed: DictConfig, where: str) -> RunConfig:
         raise _explain(error, where) from error
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{where} does not hold the settings of a run")
+    for key in _PATHS:
+        section, _, name = key.rpartition(".")
+        value = setting(config, key)
+        expanded = [_at_home(each) for each in value] if isinstance(value, list) else _at_home(value)
+        setattr(setting(config, section), name, expanded)
     return config
+
+
+def _at_home(path: str | None) -> str | None:
+    return str(Path(path).expanduser()) if path is not None and path.startswith("~/") else path
 
 
 def _locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:

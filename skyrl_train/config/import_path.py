@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,11 @@ from typing import Any, Literal
 from skyrl_train.errors import ConfigError
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_NOT_OWN = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(where) for where in ("stdlib", "purelib", "platlib")),
+    "<",
+)
 _modules: dict[Path, ModuleType] = {}  # of files, by resolved path
 _objects: dict[str, Any] = {}  # objects of this process that a caller passed to a run, by their import path
 
@@ -100,7 +106,24 @@ def import_name(path: str, setting: str, kind: Literal["class", "function"] = "c
         # Another module is missing than the named one, so the path itself is right.
         if isinstance(error, ModuleNotFoundError) and not f"{place}.".startswith(f"{error.name}."):
             remedy = f"{place} imports it: install its package here, or mend the import."
-        raise ConfigError(f"{setting}={path!r} cannot be imported: {error}. {remedy}") from error
+        elif line := _own_line(error):  # so did the path lead to it
+            remedy = f"Mend {line}."
+        raise ConfigError(f"{setting}={path!r} cannot be imported: {_said(error)}. {remedy}") from error
+
+
+def is_own_code(file: str) -> bool:
+    """Return whether a file in a traceback is the user's: outside of this library, Python and installed packages."""
+    return not file.startswith(_NOT_OWN)
+
+
+def _own_line(error: Exception) -> str:
+    """Return ``file:line`` of the user's line from which an error came while it was imported, or an empty string."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own_code(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if _own_line(error) else str(error)
 
 
 def place_of(path: str) -> str | None:
@@ -136,9 +159,9 @@ def import_module(name: str, setting: str) -> None:
     try:
         _module_of_file(name) if name.endswith(".py") else importlib.import_module(name)
     except (ImportError, AttributeError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"{setting}={name!r} cannot be imported: {error}. Name a module of this environment, or a file: path/to/file.py."
-        ) from error
+        line = _own_line(error)
+        remedy = f"Mend {line}." if line else "Name a module of this environment, or a file: path/to/file.py."
+        raise ConfigError(f"{setting}={name!r} cannot be imported: {_said(error)}. {remedy}") from error
 
 
 def forget_files() -> None:
@@ -157,6 +180,10 @@ def _module_of_file(path: str) -> ModuleType:
     file = Path(path).resolve()
     if file in _modules:
         return _modules[file]
+    if "." in file.stem:
+        raise ImportError(
+            f"{file.name} has a dot in its name, which to Python is a module inside of another: rename the file"
+        )
     if file.stem in sys.stdlib_module_names or _is_installed(file.stem):
         raise ImportError(
             f"{file.name} has the name of an installed module, which the others that import it need: rename the file"
@@ -166,8 +193,15 @@ def _module_of_file(path: str) -> ModuleType:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     # Before the execution: dataclasses and pickle look the module up by its name.
+    before = sys.modules.get(spec.name)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # nobody may find half of a module
+        del sys.modules[spec.name]
+        if before is not None:
+            sys.modules[spec.name] = before
+        raise
     _modules[file] = module
     return module
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import re
-import sysconfig
 import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
+from skyrl_train.config.import_path import is_own_code
 from skyrl_train.errors import AGENT_OUTPUT
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,6 @@ MAX_OUTPUTS = 100  # files in logs/agents
 
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _OUTPUT = re.compile(rf"^\s*{AGENT_OUTPUT} ['\"](.+)['\"]:\n(.*?)\n\s*End of the output\.$", re.MULTILINE | re.DOTALL)
-_LIBRARY = str(Path(__file__).parents[1])
-_NOT_OWN = (_LIBRARY, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<")
 
 
 def shortened(reason: str, width: int = REASON_WIDTH) -> str:
@@ -54,7 +52,7 @@ def user_frame(text: str, *, own_only: bool = False) -> str:
     innermost = ""
     for block in text.split("Traceback (most recent call last):"):
         frames = _FRAME.findall(block)
-        own = [frame for frame in frames if not frame[0].startswith(_NOT_OWN)]
+        own = [frame for frame in frames if is_own_code(frame[0])]
         if own:
             return _shown(*own[-1])
         if frames and not innermost and not own_only:

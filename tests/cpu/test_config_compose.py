@@ -51,6 +51,19 @@ def refusal(*args: str, recipes: Path | None = None) -> str:
     return str(error.value)
 
 
+def test_the_home_of_the_user_may_be_written_as_a_tilde(recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    text = (
+        "trainer: {runs_dir: ~/runs, init_from: '~/old/run:best'}\ndata: {train_data: [~/a.jsonl, '~b.jsonl', c/~/d]}\n"
+    )
+    (recipes / "at_home.yaml").write_text(f"defaults: [base, _self_]\n{text}")
+    config = compose("at_home", ["trainer.policy.model.path='~/model'"], str(recipes))
+    assert (config.trainer.runs_dir, config.trainer.init_from) == ("/home/me/runs", "/home/me/old/run:best")
+    assert config.data.train_data == ["/home/me/a.jsonl", "~b.jsonl", "c/~/d"]
+    assert config.trainer.policy.model.path == "/home/me/model" and config.trainer.run_dir is None
+    assert from_yaml(text).trainer.runs_dir == "/home/me/runs"
+
+
 def test_threads_compose_at_the_same_time() -> None:
     seeds = range(20)
     with ThreadPoolExecutor(4) as pool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.import_path import import_name, import_path_of, place_of
+from skyrl_train.config.import_path import import_module, import_name, import_path_of, place_of
 from skyrl_train.errors import ConfigError
 
 
@@ -41,6 +41,37 @@ def test_a_file_that_failed_is_run_again(tmp_path: Path) -> None:
         import_name(f"{file}:One", "generator.name")
     file.write_text("class One: ...\n")
     assert import_name(f"{file}:One", "generator.name").__name__ == "One"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("int('three')", "ValueError: invalid literal"),
+        ("__import__('json').loads('{')", "JSONDecodeError: Expecting property name"),
+        ("None.rewards", "AttributeError: 'NoneType' object"),
+        ("open('no/such/table.json')", "FileNotFoundError: .*No such file"),
+        ("import no_such_package_anywhere", "ModuleNotFoundError: No module named 'no_such_package_anywhere'"),
+    ],
+)
+def test_an_error_in_the_users_module_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / f"breaks_{abs(hash(line))}.py"
+    file.write_text(f"\n\nclass One: ...\n{line}\n")
+    for path in (f"{file}:One", f"{file.stem}:One"):
+        with pytest.raises(ConfigError, match=said) as told:
+            import_name(path, "generator.name")
+        assert f"{file}:4" in str(told.value) or "imports it" in str(told.value)
+        assert "Name a class" not in str(told.value)
+    with pytest.raises(ConfigError, match=rf"{said}.* Mend {file}:4\.$"):
+        import_module(str(file), "environment.modules")
+
+
+def test_a_file_with_a_dot_in_its_name_is_to_be_renamed(tmp_path: Path) -> None:
+    (tmp_path / "reward.v2.py").write_text("def reward(group): ...\n")
+    with pytest.raises(ConfigError, match=r"reward\.v2\.py has a dot in its name.*rename the file"):
+        import_name(f"{tmp_path}/reward.v2.py:reward", "rollout.stages.reward.function", "function")
 
 
 @pytest.mark.parametrize("name", ["datasets", "yaml", "random"])
