@@ -76,9 +76,12 @@ class PythonTests(Environment):
         super().__init__(extras)
         if isolation not in ISOLATIONS:
             raise ConfigError(f"environment.kwargs.isolation={isolation!r} is unknown. Known: {', '.join(ISOLATIONS)}.")
-        for name, value in (("cpu_s", cpu_s), ("wall_s", wall_s), ("memory_mib", memory_mib), ("max_tests", max_tests)):
-            if value <= 0:
-                raise ConfigError(f"environment.kwargs.{name} must be above 0, got {value}.")
+        if not wall_s > 0:
+            raise ConfigError(f"environment.kwargs.wall_s must be above 0, got {wall_s}.")
+        whole: dict[str, Any] = {"cpu_s": cpu_s, "memory_mib": memory_mib, "max_tests": max_tests}
+        for name, value in whole.items():
+            if not isinstance(value, int) or value <= 0:  # the system counts whole seconds of CPU time
+                raise ConfigError(f"environment.kwargs.{name} must be a whole number above 0, got {value!r}.")
         self._tests = _read_tests(extras.get("tests"))[:max_tests]
         self._isolation, self._partial = isolation, partial
         self._limits = SandboxLimits(cpu_s=cpu_s, wall_s=wall_s, memory_mib=memory_mib)

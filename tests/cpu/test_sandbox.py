@@ -231,6 +231,12 @@ def test_where_no_user_namespace_is_allowed_the_refusal_says_what_to_do() -> Non
     assert "you can set environment.kwargs.isolation=limits instead" in answers["namespaces"]
 
 
+@pytest.mark.parametrize(("name", "value"), [("cpu_s", 2.5), ("cpu_s", 0), ("memory_mib", "512"), ("max_tests", 1.5)])
+def test_a_limit_that_the_system_does_not_take_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"environment\.kwargs\.{name} must be a whole number above 0, got"):
+        PythonTests({"tests": '[{"assert": "assert True"}]'}, **{name: value})
+
+
 def test_an_unknown_isolation_is_refused() -> None:
     with pytest.raises(ConfigError, match="'jail' is unknown"):
         run_program("", isolation="jail")
