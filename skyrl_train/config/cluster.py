@@ -18,7 +18,7 @@ from skyrl_train.config.schema import RunConfig, TrainingStrategy
 _GIB = 2**30
 _PROCESS_BYTES = 2 * _GIB  # of a process that has imported torch
 _SPARE_BYTES = 8 * _GIB  # of the trainer's process and of Ray, beside models
-_UNKNOWN_BYTES = 64 * _GIB  # if only loading the model would tell its size
+UNKNOWN_BYTES = 64 * _GIB  # if only loading the model would tell its size
 _COMMAND_CPUS = 2  # one thread trains, one runs the event loop
 # Roles of actors
 POLICY_RANKS, CRITIC_RANKS, REFERENCE_ACTORS = (
@@ -150,7 +150,7 @@ def node_memory(config: RunConfig, needs: ClusterNeeds, memory: MemoryEstimate |
     processes = 1 + needs.engine_processes + math.ceil(sum(each.number for each in needs.actors) / nodes)
     other = _SPARE_BYTES + processes * _PROCESS_BYTES
     if memory is None:
-        return other + _UNKNOWN_BYTES
+        return other + UNKNOWN_BYTES
     trainer, engine = config.trainer, config.generator.inference_engine
     models = 4 * memory.num_parameters + memory.snapshot_bytes + memory.critic_snapshot_bytes + memory.staging_bytes
     if trainer.device == "cpu" or trainer.fsdp.cpu_offload or trainer.placement.colocate_all:

