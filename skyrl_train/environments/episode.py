@@ -259,7 +259,7 @@ def _checked_init(answer: Any, method: Callable[..., Any], name: str) -> tuple[C
         GeneratorOutputError: it is no pair of messages and metadata.
     """
     is_pair = isinstance(answer, list | tuple) and len(answer) == 2
-    if not is_pair or not isinstance(answer[0], Sequence) or isinstance(answer[0], str):
+    if not is_pair or not isinstance(answer[0], Sequence) or not all(map(_is_message, answer[0])):
         raise GeneratorOutputError(
             f"init() of environment {name!r}{_place(method)} returned {answer!r:.200}. It must return the first messages and a "
             "dict, such as prompt, {}."
@@ -279,11 +279,12 @@ def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentS
     observations = step.get("observations") or () if is_mapping else None
     # Numbers of other libraries are fine. A text is not, although float() would read it.
     number = hasattr(reward, "__float__") and not isinstance(reward, str)
-    if not is_mapping or not number or "done" not in step or not isinstance(observations, list | tuple):
+    usable = isinstance(observations, list | tuple) and (step.get("done") or all(map(_is_message, observations)))
+    if not is_mapping or not number or "done" not in step or not usable:
         raise GeneratorOutputError(
             f"step() of environment {name!r}{_place(method)} returned {step!r:.200}. It must return a dict with a number as "
             'reward, such as {"observations": [], "reward": 1.0, "done": True}; with "done": False, observations are the '
-            "messages of the next turn."
+            'messages of the next turn, such as {"role": "user", "content": "Wrong."}.'
         )
     # A NaN would spread to every advantage of the group.
     reward = float(step["reward"])
@@ -296,6 +297,15 @@ def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentS
         "metadata": dict(step.get("metadata") or {}),
         "postprocessed_action": step.get("postprocessed_action"),
     }
+
+
+def _is_message(value: Any) -> bool:
+    """Return whether ``value`` has a role and a content; the renderer checks parts of a content."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("role"), str)
+        and (isinstance(value.get("content"), str | list | tuple) or value["role"] == "assistant")
+    )
 
 
 def _place(method: Callable[..., Any]) -> str:

@@ -20,7 +20,7 @@ from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
 from skyrl_train.environments.base import EnvironmentFactory
 from skyrl_train.environments.episode import Episode
 from skyrl_train.environments.registry import resolve_environment
-from skyrl_train.errors import EngineError, RolloutError
+from skyrl_train.errors import ConfigError, EngineError, RolloutError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.chat import ChatRenderer
 from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StopReason
@@ -200,7 +200,13 @@ class GymGenerator(GeneratorInterface):
                     trajectory.rewards[-1] += await episode.end_early()
                     break
                 # The next input begins with the very tokens that were sampled; text is never encoded again.
-                extended = self._renderer.extend(input_ids, sampled, step["observations"])
+                try:
+                    extended = self._renderer.extend(input_ids, sampled, step["observations"])
+                except ConfigError as error:
+                    raise RolloutError(
+                        f"The observations of environment {factory.name!r} on prompt {trajectory_id.instance_id!r} cannot be "
+                        f"rendered: {error}"
+                    ) from error
                 budget = self._token_budget(len(extended), sampling.max_tokens)
                 # The episode ends before the observation, so that the trajectory ends with a sampled token.
                 if budget < 1:

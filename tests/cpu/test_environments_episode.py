@@ -205,7 +205,23 @@ async def test_a_failing_close_fails_a_good_episode_and_never_hides_an_error(cap
     assert "raised while it was closed" in caplog.text
 
 
-@pytest.mark.parametrize("step", [{"reward": 1.0}, {"done": True}, {"reward": "x", "done": True}, 3])
+def observing(*observations: Any) -> dict[str, Any]:
+    return {"observations": list(observations), "reward": 1.0, "done": False}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"reward": 1.0},
+        {"done": True},
+        {"reward": "x", "done": True},
+        3,
+        observing("Wrong."),
+        observing({"content": "Wrong."}),
+        observing({"role": "user", "content": 5}),
+        observing({"role": "user", "content": None}),
+    ],
+)
 async def test_a_step_that_breaks_the_contract_stops_the_run(step: Any) -> None:
     running, _ = episode(QuickRecorder, on_step=lambda: step)
     with pytest.raises(GeneratorOutputError, match=r"step\(\) of environment 'recorder'"):
@@ -223,7 +239,7 @@ async def test_a_reward_that_is_not_finite_is_a_failed_rollout() -> None:
 HELLO = {"role": "user", "content": "Hello."}
 
 
-@pytest.mark.parametrize("answer", [[HELLO], [HELLO, HELLO], ("Hello.", {}), None], ids=repr)
+@pytest.mark.parametrize("answer", [[HELLO], [HELLO, HELLO], ("Hello.", {}), (["Hello."], {}), None], ids=repr)
 async def test_an_init_that_breaks_the_contract_stops_the_run(answer: Any) -> None:
     class Wrong(QuickRecorder):
         def init(self, prompt: Any) -> Any:

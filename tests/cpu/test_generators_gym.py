@@ -355,6 +355,12 @@ async def test_one_failing_environment_fails_the_call_and_every_environment_is_c
         await settle()  # threads of cancelled episodes close on their own
 
 
+async def test_observations_that_cannot_be_rendered_name_their_environment() -> None:
+    extras = {"observations": [{"role": "user", "content": "half of a pair: \ud83d"}]}
+    with pytest.raises(RolloutError, match=r"environment '.*QuickLedger' on prompt 'p' .*half of a surrogate pair"):
+        await play(lambda text, seed: "a.", batch(QUICK, [extras]), max_turns=2)
+
+
 async def test_a_failing_client_is_not_the_environments_fault() -> None:
     def script(text: str, seed: int | None) -> str:
         raise EngineError("out of memory")
