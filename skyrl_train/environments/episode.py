@@ -279,8 +279,13 @@ def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentS
     observations = step.get("observations") or () if is_mapping else None
     # Numbers of other libraries are fine. A text is not, although float() would read it.
     number = hasattr(reward, "__float__") and not isinstance(reward, str)
-    usable = isinstance(observations, list | tuple) and (step.get("done") or all(map(_is_message, observations)))
-    if not is_mapping or not number or "done" not in step or not usable:
+    if (
+        not is_mapping
+        or not number
+        or "done" not in step
+        or not isinstance(observations, list | tuple)
+        or not (step["done"] or all(map(_is_message, observations)))
+    ):
         raise GeneratorOutputError(
             f"step() of environment {name!r}{_place(method)} returned {step!r:.200}. It must return a dict with a number as "
             'reward, such as {"observations": [], "reward": 1.0, "done": True}; with "done": False, observations are the '
