@@ -5,6 +5,7 @@ EventReader(folder).poll() ──> events since the last call          Events(ev
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 
+_FIRST_BYTES = 1 << 16
+
 
 class EventReader:
     """Reads the segments of ``folder`` from where the last :meth:`poll` ended. A missing folder has no events.
@@ -28,12 +31,16 @@ class EventReader:
     A torn last line, which a killed or a writing process leaves, is not an event. Lines that cannot be read are skipped.
 
     Args:
-        newest: number of newest segments to begin with; None: the first call reads all of them.
+        since: Unix time; segments that were full by then are left out. None: the first call reads all of them.
     """
 
-    def __init__(self, folder: Path, newest: int | None = None) -> None:
+    def __init__(self, folder: Path, since: float | None = None) -> None:
         self._folder = folder
-        self._segment = 0 if newest is None else min([*segment_paths(folder)][-newest:], default=0)
+        self._segment = 0
+        if since is not None:
+            newest_first = reversed(segment_paths(folder).items())
+            begins = ((number, first_event(path).get("t", math.inf)) for number, path in newest_first)
+            self._segment = next((number for number, begin in begins if begin <= since), 0)
         self._offset = 0  # bytes of its uncompressed content that were read
 
     def poll(self, kinds: Collection[str] | None = None) -> list[Event]:
@@ -86,6 +93,18 @@ def segment_content(path: Path, limit: int | None = None) -> bytes:
     except OSError:
         pass
     return bytes(content)
+
+
+def first_event(path: Path) -> Event:
+    """Return the first event of a segment; empty if it has none yet, or is damaged."""
+    content = segment_content(path, _FIRST_BYTES)
+    if b"\n" not in content:  # a step of thousands of groups is a longer line
+        content = segment_content(path)
+    try:
+        event = orjson.loads(content.partition(b"\n")[0])
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
 
 
 class Events(Sequence[Event]):

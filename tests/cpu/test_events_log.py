@@ -107,13 +107,15 @@ def test_a_follower_waits_for_the_rest_of_a_line(tmp_path: Path) -> None:
     assert reader.poll() == []
 
 
-def test_a_reader_may_begin_with_the_newest_segments_and_leave_out_kinds(tmp_path: Path) -> None:
+def test_a_reader_may_begin_with_the_segments_of_a_time_and_leave_out_kinds(tmp_path: Path) -> None:
     for number in range(1, 5):
-        lines = [b'{"kind":"note","text":"%d"}' % number, b'{"kind":"notes"}', b'{"kind":"warning","text":"note"}']
+        first = b'{"kind":"note","t":%d,"text":"%d","long":"%b"}' % (10 * number, number, b"x" * (number % 2 * 100_000))
+        lines = [first, b'{"kind":"notes"}', b'{"kind":"warning","text":"note"}']
         (tmp_path / f"{number:06}.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    assert [event["text"] for event in EventReader(tmp_path, newest=2).poll(["note"])] == ["3", "4"]
-    assert [event["text"] for event in EventReader(tmp_path, newest=9).poll(["note"])] == ["1", "2", "3", "4"]
-    assert EventReader(tmp_path / "none", newest=2).poll() == []
+    (tmp_path / "000005.jsonl").write_bytes(b'{"kind":"no')  # it has just been opened
+    for since, found in ((30.0, "34"), (39.0, "34"), (29.0, "234"), (1.0, "1234"), (99.0, "4")):
+        assert "".join(event["text"] for event in EventReader(tmp_path, since).poll(["note"])) == found
+    assert EventReader(tmp_path / "none", since=2.0).poll() == []
 
 
 def test_values_that_json_lacks_are_written(tmp_path: Path) -> None:

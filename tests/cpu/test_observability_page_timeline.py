@@ -158,6 +158,15 @@ def test_a_store_follows_a_segment_that_grows_is_compressed_or_torn(tmp_path: Pa
     assert EventStore(folder).window(0.0, 100.0) == store.window(0.0, 100.0)
 
 
+def test_a_segment_may_begin_with_a_step_of_thousands_of_groups(tmp_path: Path) -> None:
+    window_of([admitted(1.0, 0)], tmp_path)
+    groups = list(range(20_000))
+    step = event("trained", 2.0, step=1, groups=groups, lags=[0] * len(groups), masked=[0] * len(groups))
+    (tmp_path / EVENTS / "000002.jsonl").write_bytes(orjson.dumps(step) + b"\n")
+    window = EventStore(tmp_path / EVENTS).window(0.0, 100.0)
+    assert window is not None and [number for number, *_ in window["steps"]] == [1]
+
+
 def test_the_end_of_a_segment_is_read_also_if_the_next_one_has_begun_meanwhile(tmp_path: Path) -> None:
     store, folder = EventStore(tmp_path / EVENTS), tmp_path / EVENTS
     window_of([admitted(1.0, 0)], tmp_path)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from skyrl_train.events.kinds import COMMON, KINDS
 from skyrl_train.events.log import segment_paths
-from skyrl_train.events.reader import segment_content
+from skyrl_train.events.reader import first_event, segment_content
 
 Group = dict[str, Any]
 
@@ -40,7 +40,6 @@ BINS = 300
 MAX_SPANS = 4000
 MAX_ENGINE_POINTS = 400
 _KEPT_SEGMENTS = 16  # in memory
-_FIRST_BYTES = 1 << 16
 MAX_SCANNED = 100  # segments in which failures are looked for
 _RARE = re.compile(rb'"kind":"(failed|retried|warning|alarm|process|start_up|run|resume|end|checkpoint|lost)"')
 _ENDS = ("trained", "failed", "filtered", "dropped")  # of a group
@@ -313,8 +312,7 @@ class EventStore:
             if number in self._index:
                 continue
             try:
-                line = segment_content(path, _FIRST_BYTES).partition(b"\n")[0]
-                event = orjson.loads(line)
+                event = first_event(path)
                 t, m = float(event["t"]), float(event["m"])
                 begun = event["kind"] == "process"
             except (OSError, ValueError, KeyError, TypeError):
