@@ -82,21 +82,26 @@ def measure_run(folder: Path, steps: int) -> MeasuredRun:
         ConfigError: this is no run, or its record is too short or has no requests.
     """
     run = load_run(folder)
-    rows = [row for row in read_jsonl(folder / METRICS) if row.get("time/step") and row.get("group_indices")][-steps:]
+    config = run.config
+    bound = config.trainer.fully_async.max_staleness_steps
+    finished = (row for row in read_jsonl(folder / METRICS) if row.get("time/step") and row.get("group_indices"))
+    # A run may have a hundred thousand steps. Groups were admitted up to S steps before they trained.
+    kept = list(deque(finished, maxlen=steps + bound + 1))
+    rows = kept[-steps:]
     if len(rows) < FEWEST_STEPS:
         raise ConfigError(
             f"{folder} has {len(rows)} finished steps, and the simulation of a run needs {FEWEST_STEPS}. Train it for longer."
         )
-    config = run.config
     samples, engine = config.generator.n_samples_per_prompt, config.generator.inference_engine
     began = rows[0]["time"] - rows[0]["time/step"]
     groups = sorted({group for row in rows for group in row["group_indices"]})
-    recorded, trained = EventReader(folder / EVENTS).poll(_KINDS), set(groups)
+    recorded = EventReader(folder / EVENTS, since=kept[0]["time"] - kept[0]["time/step"]).poll(_KINDS)
+    trained = set(groups)
     # The responses of the steps, and all others that were in the engines' batches meanwhile.
     events = Events(
         [each for each in recorded if each["kind"] in _LIFE or each["group"] in trained or each["t"] > began]
     )
-    turns = _turns(events.frame("request"), events.frame("admitted"), events.frame("finished"), groups)
+    turns = _turns(events, groups)
     turns = {group: each for group, each in turns.items() if len(each) == samples}
     if not turns:
         raise ConfigError(
@@ -159,7 +164,7 @@ def measure_run(folder: Path, steps: int) -> MeasuredRun:
         workload=workload,
         settings=_schedule(config),
         trainers=config.trainer.fsdp.num_workers if config.trainer.strategy == "fsdp2" else 1,
-        bound=config.trainer.fully_async.max_staleness_steps,
+        bound=bound,
         switch_s=switch_s,
         edge=edge,
         step_s=float(steady_s / len(steady)),
@@ -186,22 +191,24 @@ def _schedule(config: Any) -> tuple[str, ...]:
 # Requests ------------------------------------------------------------------------------------------------------------
 
 
-def _turns(
-    requests: pandas.DataFrame, admitted: pandas.DataFrame, finished: pandas.DataFrame, groups: Sequence[int]
-) -> dict[int, list[list[tuple[float, int]]]]:
+def _turns(events: Events, groups: Sequence[int]) -> dict[int, list[list[tuple[float, int]]]]:
     """Return the turns of each response of the groups, see :class:`Workload`. Groups with a retry or a replay are left out."""
+    requests, admitted, finished = (events.frame(kind) for kind in ("request", "admitted", "finished"))
     if requests.empty or admitted.empty or finished.empty:
         return {}
-    begins = dict(zip(admitted.group, admitted.t, strict=True))  # of several attempts of the run, the last one
-    ends = {row.group: row.t for row in finished.itertuples() if row.attempt == 1}
+    # A run that was killed generates groups again when it resumes: the requests of the last time count.
+    begins = {(row.attempt, row.group): row.t for row in admitted.itertuples()}
+    ends = {row.group: (row.attempt, row.t) for row in finished.itertuples()}
     found: dict[int, list[list[tuple[float, int]]]] = {}
-    requests = requests[requests.group.isin(groups) & requests.stop.isin(("stop", "length"))]
-    for group, of_group in requests.groupby("group"):
-        if group not in begins or group not in ends or of_group.replayed.any():
+    requests = requests[requests.group.isin({*groups} & ends.keys() - {*events.frame("retried").group})]
+    for group, of_group in requests[requests.stop.isin(("stop", "length"))].groupby("group"):
+        attempt, ended = ends[group]
+        of_group = of_group[of_group.attempt == attempt]
+        if (attempt, group) not in begins or of_group.empty or of_group.replayed.any():
             continue
-        end_wait_s = max(0.0, ends[group] - of_group.t_end.max())  # rewards, for all samples
+        end_wait_s = max(0.0, ended - of_group.t_end.max())  # rewards, for all samples
         for _, of_sample in of_group.groupby("sample"):
-            turns, before = [], begins[group]
+            turns, before = [], begins[attempt, group]
             for request in of_sample.sort_values("t_submit").itertuples():
                 tokens = sum(segment[1] for segment in request.segments)
                 turns.append((max(0.0, request.t_submit - before), tokens))

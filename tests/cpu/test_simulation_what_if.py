@@ -166,6 +166,36 @@ def test_the_speeds_of_a_run_are_found_in_its_record(tmp_path: Path, overrides: 
     assert again.mean_lag == pytest.approx(outcome.mean_lag, abs=0.2)
 
 
+def test_a_resumed_run_is_measured_like_one_that_was_never_killed(tmp_path: Path) -> None:
+    """Before the kill, another process began the same groups; one of them is retried in the process that resumed."""
+
+    def measured() -> tuple[list[list[tuple[float, int]]], EngineSpeed]:
+        found = measure_run(tmp_path / "run", 16).workload
+        assert found.turns is not None
+        return [[(round(wait_s, 6), n) for wait_s, n in response] for response in found.turns], found.engine
+
+    record_run(tmp_path / "run", SMALL, *ASYNC)
+    whole, engine = measured()
+    path = tmp_path / "run" / EVENTS / "000001.jsonl"
+    events = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    lost = [
+        event | {"t": event["t"] - 1000.0}
+        for event in events
+        if event["kind"] in ("run", "admitted") or (event["kind"] in ("request", "finished") and event["group"] < 12)
+    ]
+    (begin,) = (event for event in events if event["kind"] == "run")
+    begin["kind"] = "resume"
+    path.write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in [*lost, *events]))
+    turns, same = measured()
+    assert turns == whole and same.step_s == pytest.approx(engine.step_s)
+
+    place = next(index for index, event in enumerate(events) if event["kind"] == "finished" and event["group"] == 5)
+    events.insert(place, events[place] | {"kind": "retried", "attempt": 1, "reason": "", "place": ""})
+    path.write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in events))
+    tokens = [sum(n for _, n in response) for response in measured()[0]]
+    assert tokens[20:24] == tokens[16:20] != [sum(n for _, n in response) for response in whole[20:24]], "as before it"
+
+
 def test_a_run_that_took_turns_is_simulated_in_turns(tmp_path: Path) -> None:
     workload = replace(SMALL, steps=8, engine=replace(SMALL.engine, sleep_s=2.0))
     outcome = record_run(tmp_path / "run", workload, "trainer.mode=sync", "trainer.placement.colocate_all=true")
