@@ -166,7 +166,7 @@ def train(
         abandoned = left_behind(config)  # before the folder of the new run exists
         choice = choose_run_folder(config, inputs.plan.total_steps)
         if choice.finished:
-            summary = summarize(list(read_jsonl(choice.path / METRICS)))
+            summary = summarize(read_jsonl(choice.path / METRICS))
             return RunResult(choice.path, finished=True, was_finished=True, summary=summary, seconds=0.0)
         if abandoned and not choice.resuming and config.trainer.run_dir is None:
             console.print(abandoned, markup=False, highlight=False, soft_wrap=True)
@@ -219,12 +219,11 @@ def train(
             logger.exception("the run has failed")
             raise
         # Read from the file: earlier commands have written some of the steps.
-        rows = list(read_jsonl(run_folder.metrics.path))
-        summary = summarize(rows)
+        summary = summarize(read_jsonl(run_folder.metrics.path))
         if finished:
             # From now on the same command starts a new run.
             replace_file(run_folder.path / FINISHED, json.dumps(asdict(summary), indent=2) + "\n")
-        seconds = spent_s(rows, start_step, time.monotonic() - began)
+        seconds = spent_s(read_jsonl(run_folder.metrics.path), start_step, time.monotonic() - began)
         if summary.only_reward is not None:
             logger.warning("all samples have the reward %g: there was nothing to learn", summary.only_reward)
         logger.info("the run has %s after %.0f s: %s", "finished" if finished else "stopped", seconds, summary)

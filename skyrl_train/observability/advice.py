@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -54,9 +55,10 @@ class Advice:
         return f"{self.level}: {self.finding} {self.action} ({self.docs})"
 
 
-def edge_rows(rows: Sequence[T]) -> list[T]:
+def edge_rows(rows: Iterable[T]) -> list[T]:
     """Return the first and the last rows of a run, or their positions: all that :func:`advise` reads."""
-    return [*rows] if len(rows) <= FIRST_STEPS + LAST_STEPS else [*rows[:FIRST_STEPS], *rows[-LAST_STEPS:]]
+    rows = iter(rows)
+    return [*itertools.islice(rows, FIRST_STEPS), *deque(rows, maxlen=LAST_STEPS)]
 
 
 def advise(rows: Sequence[Row], failures: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[Advice]:

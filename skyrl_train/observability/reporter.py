@@ -96,7 +96,7 @@ class Reporter:
         for file in (self._folder.metrics, self._folder.evaluations):
             file.truncate_after(step)
         self._folder.samples.discard_after(step)
-        self._metric_rows = edge_rows(list(read_jsonl(self._folder.metrics.path)))
+        self._metric_rows = edge_rows(read_jsonl(self._folder.metrics.path))
         title = f"{self._folder.path} ({self._config.trainer.mode})" + (f" {self._page_url}" if self._page_url else "")
         self._view = make_view(self._console, self._total_steps, title, start_step=step)
         if step:

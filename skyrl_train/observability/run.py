@@ -68,7 +68,7 @@ class Run:
     @cached_property
     def summary(self) -> RunSummary:
         """Steps, rewards and training time."""
-        return summarize(list(read_jsonl(self.path / METRICS)))
+        return summarize(read_jsonl(self.path / METRICS))
 
     @cached_property
     def learned(self) -> str:

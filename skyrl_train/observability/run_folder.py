@@ -12,11 +12,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+import orjson
 
 from skyrl_train.config.compare import LENGTH, changes, differences, explain
 from skyrl_train.config.compose import from_yaml, to_yaml
@@ -34,6 +36,8 @@ TRAINER_LOG = "trainer.log"  # in the folder of logs
 
 # The parts of a run folder that a failed start leaves. Its logs stay: they say why it failed.
 _OF_A_START = ("model", ORIGIN, EVENTS, EVALUATIONS, SAMPLES)
+
+_PIECE_BYTES = 1 << 16
 
 _locked_here: set[Path] = set()
 
@@ -305,7 +309,7 @@ class JsonlFile:
         self.path = path
         if path.is_file():  # remove a torn last line
             with path.open("r+b") as file:
-                file.truncate(file.read().rfind(b"\n") + 1)
+                file.truncate(_end_of_lines(file))
         self._file = path.open("ab", buffering=0)
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -326,10 +330,10 @@ class JsonlFile:
 
         The file is replaced atomically; lines that cannot be read are removed too.
         """
-        # The repeated steps write these lines again.
-        kept = "".join(_line(row) for row in read_jsonl(self.path) if row["step"] <= step)
+        # The repeated steps write these lines again. One at a time: those of a long run would fill the memory.
+        kept = (line for line, row in _read_lines(self.path) if row["step"] <= step)
         self._file.close()
-        replace_file(self.path, kept)
+        _replace(self.path, kept)
         self._file = self.path.open("ab", buffering=0)
 
     def close(self) -> None:
@@ -339,16 +343,44 @@ class JsonlFile:
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a ``JsonlFile`` in order. A missing file has none; torn lines are skipped."""
+    return (row for _, row in _read_lines(path))
+
+
+def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yield each line of a ``JsonlFile`` with its object."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                yield row
+            row = parse_row(line)
+            if row is not None:
+                yield line, row
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    """Return the position behind the last whole line; the file may have gigabytes."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - _PIECE_BYTES)
+        file.seek(begin)
+        place = file.read(end - begin).rfind(b"\n")
+        if place >= 0:
+            return begin + place + 1
+        end = begin
+    return 0
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a line; None if the line is torn or has no step. NaN and Infinity are accepted."""
+    try:
+        row = orjson.loads(line)
+    except ValueError:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def read_scores(evaluations: Path, metric: str) -> dict[int, float]:
@@ -363,10 +395,14 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         SkyRLError: the disk is full or gone; the old content stays.
     """
+    _replace(path, [text.encode()])
+
+
+def _replace(path: Path, pieces: Iterable[bytes]) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with unfinished.open("wb") as file:
+            file.writelines(pieces)
             file.flush()
             # On the disk before the rename: after a power failure the new name must not have an empty file.
             os.fsync(file.fileno())

@@ -11,7 +11,8 @@ import shlex
 import statistics
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -476,28 +477,34 @@ class RunSummary:
     only_reward: float | None = None  # the reward of every sample of the run; None: they differ, or are unknown
 
 
-def summarize(rows: Sequence[Mapping[str, Any]]) -> RunSummary:
+def summarize(rows: Iterable[Mapping[str, Any]]) -> RunSummary:
     """Summarize the rows of ``metrics.jsonl``, also of a run that was resumed."""
-    rewards = [row[REWARD] for row in rows if is_finite_number(row.get(REWARD))]
+    steps, seconds, rewards, extremes = 0, array("d"), array("d"), set[Any]()
+    for row in rows:  # once: those of a long run would fill the memory
+        steps = max(steps, row["step"])
+        seconds.append(row.get("time/step") or 0.0)
+        if is_finite_number(row.get(REWARD)):
+            rewards.append(row[REWARD])
+        if row.get(REWARD) is not None:
+            extremes |= {row.get("reward/min"), row.get("reward/max")}
     ends = max(1, round(len(rewards) * ENDS))
-    extremes = {row.get(name) for row in rows if row.get(REWARD) is not None for name in ("reward/min", "reward/max")}
     return RunSummary(
-        steps=max((row["step"] for row in rows), default=0),
+        steps=steps,
         first_reward=statistics.fmean(rewards[:ends]) if rewards else None,
         last_reward=statistics.fmean(rewards[-ends:]) if rewards else None,
         best_reward=max(rewards, default=None),
-        training_s=math.fsum(row.get("time/step", 0.0) for row in rows),
+        training_s=math.fsum(seconds),
         only_reward=extremes.pop() if len(extremes) == 1 else None,
     )
 
 
-def spent_s(rows: Sequence[Mapping[str, Any]], start_step: int, command_s: float) -> float:
+def spent_s(rows: Iterable[Mapping[str, Any]], start_step: int, command_s: float) -> float:
     """Return the seconds that a run took: ``command_s`` for this command, plus the steps of earlier commands.
 
     Args:
         start_step: the step from which this command resumed.
     """
-    return command_s + math.fsum(row.get("time/step", 0.0) for row in rows if row["step"] <= start_step)
+    return command_s + math.fsum(row.get("time/step") or 0.0 for row in rows if row["step"] <= start_step)
 
 
 def final_lines(

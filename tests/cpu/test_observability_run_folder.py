@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import tracemalloc
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from skyrl_train.config.compose import from_yaml
 from skyrl_train.config.schema import ResumeMode, RunConfig, TrainerConfig
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.observability import run_folder
+from skyrl_train.observability.advice import edge_rows
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import (
     FINISHED,
@@ -31,6 +33,7 @@ from skyrl_train.observability.run_folder import (
     replace_file,
     trains_now,
 )
+from skyrl_train.observability.screen import summarize
 
 
 def config_of(runs_dir: Path, *, seed: int = 0, run_dir: Path | None = None, resume: str = "latest") -> RunConfig:
@@ -320,6 +323,23 @@ def test_a_kill_at_any_byte_loses_at_most_the_line_that_was_being_written(lines:
         file.close()
         assert [row["step"] for row in read_jsonl(path)] == [*range(1, complete + 1), 99]
         assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_resume_and_the_end_of_a_long_run_hold_few_of_its_rows_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    line = '{"step": %d, "time/step": 2.0, "group_indices": [%s1]}\n'
+    path.write_text("".join(line % (step, "1, " * 3000) for step in range(1, 1001)) + "{" * 200_000)
+    tracemalloc.start()
+    file = JsonlFile(path)
+    file.truncate_after(990)
+    file.close()
+    rows = edge_rows(read_jsonl(path))
+    summary = summarize(read_jsonl(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, *range(981, 991)]
+    assert (summary.steps, summary.training_s) == (990, 1980.0)
+    assert path.stat().st_size > 8_000_000 > 8 * peak
 
 
 def test_lines_that_cannot_be_read_do_not_stop_a_resume(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ A name is a path relative to the folder. Links that lead out of the folder are m
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -21,7 +20,15 @@ from skyrl_train.errors import NoSuchRunError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import segment_content
 from skyrl_train.observability.readers.settings import setting_of
-from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, FINISHED, LOCK, METRICS, SAMPLES
+from skyrl_train.observability.run_folder import (
+    CONFIG,
+    EVALUATIONS,
+    FINISHED,
+    LOCK,
+    METRICS,
+    SAMPLES,
+    parse_row,
+)
 
 # A folder with one of these is a run: one that has just begun has only its lock.
 _MARKS = (CONFIG, METRICS, LOCK)
@@ -228,19 +235,6 @@ def _settings_of(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return settings if isinstance(settings, dict) else {}
-
-
-def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return the object of a line of metrics; None if the line is torn or has no step. NaN and Infinity are accepted."""
-    try:
-        row = orjson.loads(line)
-    except ValueError:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return row if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def spread_rows(path: Path, count: int) -> list[dict[str, Any]]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_train.observability.readers.folders import parse_row
-from skyrl_train.observability.run_folder import SAMPLES
+from skyrl_train.observability.run_folder import SAMPLES, parse_row
 from skyrl_train.observability.samples import read_columns, sample_files, schema
 
 EXCERPT = 240  # characters of a text in the list

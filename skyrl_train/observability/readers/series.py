@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.observability.readers.folders import parse_row
+from skyrl_train.observability.run_folder import parse_row
 
 POINTS = 1200  # of a curve; a wide screen has about as many columns
 _PIECE_BYTES = 1 << 24

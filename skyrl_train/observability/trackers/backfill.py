@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.observability.readers.folders import parse_row
 from skyrl_train.observability.readers.samples import recorded_files, sample_rows
-from skyrl_train.observability.run_folder import EVALUATIONS, METRICS, REPORT_HTML
+from skyrl_train.observability.run_folder import EVALUATIONS, METRICS, REPORT_HTML, parse_row
 from skyrl_train.observability.trackers.tracker import SAMPLE_COLUMNS, Tracker, sample_table
 
 
