@@ -47,6 +47,8 @@ class CheckpointSaving:
             the other. The checkpoints stay meanwhile, and no checkpoint waits for an export. A stop may write the checkpoint
             again that is being exported, with the same policy.
         export_interval: in steps; 0: never.
+        sync_rows: puts the rows of the finished steps on the disk, blocking. Otherwise a power failure could leave a checkpoint
+            without the rows of its steps, which never run again.
         changed: notified when a checkpoint is written or has failed.
         events: the record of the run.
 
@@ -65,6 +67,7 @@ class CheckpointSaving:
         evaluated: Callable[[], Evaluated],
         export: Callable[[int], None],
         export_interval: int,
+        sync_rows: Callable[[], None],
         changed: Signal,
         events: EventLog,
     ) -> None:
@@ -75,6 +78,7 @@ class CheckpointSaving:
         self._evaluated = evaluated
         self._export = export
         self._export_interval = export_interval
+        self._sync_rows = sync_rows
         self._exports: dict[int, asyncio.Task[None]] = {}  # those that have not ended, by step
         self._exported = 0  # the step of the newest export, ended or not
         self._changed = changed
@@ -125,6 +129,7 @@ class CheckpointSaving:
 
         def publish() -> Path:
             with self._events.timed("checkpoint", step=rollout.step):
+                self._sync_rows()
                 folder = self._store.write(rollout.step, write, evaluated)
             with suppress(OSError):  # the figures are a help, and must not end the run
                 self.disk = {

@@ -165,6 +165,7 @@ class PPOTrainer:
             evaluated=self.evaluated,
             export=components.export_checkpoint,
             export_interval=config.trainer.hf_save_interval,
+            sync_rows=components.reporter.sync,
             changed=self.changed,
             events=components.events,
         )

@@ -176,6 +176,15 @@ class Reporter:
         self._evaluation = headline.removeprefix("evaluation of ")
         self.note(headline)
 
+    def sync(self) -> None:
+        """Put the rows so far on the disk. Blocks; called in another thread.
+
+        Raises:
+            SkyRLError: the disk is full or gone.
+        """
+        self._folder.metrics.sync()
+        self._folder.evaluations.sync()
+
     @property
     def evaluated_steps(self) -> set[int]:
         """Steps whose policies have been evaluated."""

@@ -325,6 +325,17 @@ class JsonlFile:
         except OSError as error:
             raise _write_error(self.path, error) from error
 
+    def sync(self) -> None:
+        """Put the lines on the disk, where they survive a power failure. Blocks.
+
+        Raises:
+            SkyRLError: the disk is full or gone.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _write_error(self.path, error) from error
+
     def truncate_after(self, step: int) -> None:
         """Remove the lines of later steps: their weights are lost, and the steps run again.
 

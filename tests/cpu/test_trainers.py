@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -449,6 +450,27 @@ async def test_the_checkpoint_of_another_data_set_is_rejected(tmp_path: Path) ->
     other = Harness(tmp_path, "data.seed=1")
     with pytest.raises(CheckpointError, match="fingerprint"):
         await other.train()
+
+
+async def test_rows_are_on_the_disk_before_a_checkpoint_of_their_steps_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power failure, a resumed run does not repeat the steps of its checkpoint."""
+    h = Harness(tmp_path, "trainer.ckpt_interval=3")
+    rows, checkpoints, fsync = [0], [], os.fsync
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name == "metrics.jsonl":
+            rows.append(h.rows[-1]["step"])
+        elif path.name == "manifest.json":
+            checkpoints.append((int(path.parent.name.rpartition("_")[2]), rows[-1]))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    await h.train()
+    assert [step for step, _ in checkpoints] == [3, 6, 8]
+    assert all(step <= on_disk for step, on_disk in checkpoints)
 
 
 async def test_a_failed_checkpoint_ends_the_run_and_leaves_the_previous_one(tmp_path: Path) -> None:
