@@ -35,6 +35,7 @@ from skyrl_train.entrypoints.inputs import RunInputs, check_implementations
 from skyrl_train.entrypoints.stop_signals import StopSignals
 from skyrl_train.errors import ConfigError, RolloutError, SkyRLError, TrainingWorkerError
 from skyrl_train.observability.gpus import gpu_metrics
+from skyrl_train.observability.readers.settings import without_key
 from skyrl_train.observability.report.files import try_to_write_report
 from skyrl_train.observability.reporter import Reporter
 from skyrl_train.observability.run import load_run
@@ -335,7 +336,7 @@ def recorded_process(run_folder: RunFolder) -> Iterator[None]:
         python=platform.python_version(),
         config=hashlib.sha256((run_folder.path / CONFIG).read_bytes()).hexdigest(),
         git=git,
-        command=sys.argv,
+        command=[without_key(argument) for argument in sys.argv],
     )
 
     class Warnings(logging.Handler):

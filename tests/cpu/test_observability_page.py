@@ -7,8 +7,10 @@ import json
 import math
 import os
 import socket
+import sys
 import tempfile
 import time
+from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +24,7 @@ from starlette.testclient import TestClient
 from skyrl_train.config.compose import compose, to_yaml
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.page import TOKEN_VARIABLE, address
+from skyrl_train.entrypoints.run import recorded_process
 from skyrl_train.errors import NoSuchRunError
 from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.page import app as page_app
@@ -34,7 +37,7 @@ from skyrl_train.observability.readers.incidents import incidents
 from skyrl_train.observability.readers.series import MetricTable, curves
 from skyrl_train.observability.readers.settings import differing_settings, settings_table
 from skyrl_train.observability.readers.timeline import EventStore
-from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS
+from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS, RunFolder
 
 HOSTILE = "<script>alert(1)</script>\u202e\u0000\x1b[31m"
 
@@ -267,6 +270,29 @@ def test_what_a_run_says_is_data_never_markup(tmp_path: Path) -> None:
         assert answer.headers["x-content-type-options"] == "nosniff"
     assert answers[0].json()["runs"][0]["mode"] == HOSTILE
     assert HOSTILE in [metric["name"] for metric in answers[1].json()["metrics"]]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "generator.kwargs.endpoint.admin_key=a-key-of-the-endpoint",
+        "+generator.kwargs.endpoint={port:8000,admin_key:a-key-of-the-endpoint}",
+        """generator.kwargs={endpoint: {"admin_key": 'a-key, of-the-endpoint'}}""",
+    ],
+)
+def test_the_page_shows_the_key_of_the_endpoint_nowhere(
+    tmp_path: Path, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "a-key-of-the-endpoint"
+    config = compose("quickstart", [f"generator.kwargs.endpoint.admin_key={key}"])
+    monkeypatch.setattr(sys, "argv", ["skyrl-train", "train", argument, "trainer.seed=1"])
+    with closing(RunFolder(tmp_path / "run", config)) as folder, recorded_process(folder):
+        folder.metrics.append({"step": 1})
+    client = client_of(tmp_path)
+    for what in ("run", "settings", "incidents", "compare"):
+        assert "of-the-endpoint" not in client.get(f"/api/{what}", params={"run": "run"}).text
+    (process,) = client.get("/api/incidents", params={"run": "run"}).json()["events"]["processes"]
+    assert "(hidden)" in process["command"][2] and process["command"][3] == "trainer.seed=1"
 
 
 def test_metrics_come_with_their_meaning(tmp_path: Path) -> None:

@@ -461,7 +461,7 @@ async def test_rows_are_on_the_disk_before_a_checkpoint_of_their_steps_is(
 
     def synced(descriptor: int) -> None:
         fsync(descriptor)
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if path.name == "metrics.jsonl":
             rows.append(h.rows[-1]["step"])
         elif path.name == "manifest.json":

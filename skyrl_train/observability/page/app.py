@@ -38,7 +38,7 @@ from skyrl_train.observability.readers.folders import RunsFolder, fingerprint, r
 from skyrl_train.observability.readers.incidents import checkpoint_steps, incidents, log_end, log_files, run_advice
 from skyrl_train.observability.readers.samples import prompt_rows, step_rows, whole_sequence
 from skyrl_train.observability.readers.series import MetricTable, curves
-from skyrl_train.observability.readers.settings import differing_settings, settings_table
+from skyrl_train.observability.readers.settings import differing_settings, setting_of, settings_table
 from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.readers.verdict import RECORD_SEGMENTS, verdict
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, LOGS, METRICS, SAMPLES, read_jsonl
@@ -114,11 +114,11 @@ class _Page:
         name = _text(query, "run")
         parts = fingerprint(self._runs.path(name))
         columns = self._table(name).columns()
-        settings = read_settings(self._runs.file(name, CONFIG))
+        bound = setting_of(read_settings(self._runs.file(name, CONFIG)), "trainer.fully_async.max_staleness_steps")
         return {
             **self._runs.row(name),
             "parts": parts,
-            "settings": settings,
+            "bound": bound,
             "metrics": [
                 {"name": metric, "unit": spec.unit, "meaning": spec.meaning}
                 for metric in sorted(columns, key=lambda name: _is_flat(columns[name]))

@@ -11,6 +11,7 @@ from typing import Any
 from skyrl_train.config.schema import RunConfig
 
 _ADMIN_KEY = ".admin_key"  # of an endpoint: reports and trackers show settings to others, who must not have it
+_GIVEN_KEY = re.compile(r"""(\badmin_key["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^,}]+)""")
 
 
 def setting_of(settings: Mapping[str, Any], key: str) -> Any:
@@ -42,6 +43,11 @@ def differing_settings(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = ({"key": key, "values": [table.get(key) for table in tables]} for key in keys)
     return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+
+
+def without_key(argument: str) -> str:
+    """Return an argument of a command without the endpoint's key, which reports and the page would show."""
+    return _GIVEN_KEY.sub(r"\1(hidden)", argument)
 
 
 @cache

@@ -62,9 +62,8 @@ def write_report(run: Path, folder: Path | None = None) -> Path:
         "checkpoints .": checkpoint_steps(store, RECORD_SEGMENTS),
         "timeline .": _timeline(facts, store),
     }
-    bound = {"trainer": {"fully_async": {"max_staleness_steps": facts.bound}}}
     metrics = [{"name": name, "unit": known_spec(name).unit, "meaning": ""} for name in OVERVIEW]
-    info = {"mode": facts.row["mode"], "state": facts.row["state"], "settings": bound, "metrics": metrics}
+    info = {"mode": facts.row["mode"], "state": facts.row["state"], "bound": facts.bound, "metrics": metrics}
     pictures: dict[str, dict[str, Any]] = {"overview": {"run": ".", "info": info}, "timeline": {"run": "."}}
     replace_file(path.with_name(REPORT_MD), to_markdown(title, found))
     replace_file(path, to_html(title, found, pictures, answers))

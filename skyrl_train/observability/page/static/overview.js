@@ -159,7 +159,7 @@ function enginesOf(data) {
 // Heat maps of the lag by step: all of it, and its parts in flight and in the queue.
 function Lag({ data, x, info, ...shared }) {
   const mean = data.mean["staleness/mean"] ?? [];
-  const bound = String(info.mode).includes("async") ? info.settings?.trainer?.fully_async?.max_staleness_steps : undefined;
+  const bound = String(info.mode).includes("async") ? info.bound : undefined;
   const whole = heatOf(data, x, "staleness/histogram/", BLUE), highest = Math.max(1, whole.highest, Number.isFinite(bound) ? bound : 0);
   const draw = (u) => {
     whole.draw(u);
