@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.report.compare import compare_runs, comparison_html
 from skyrl_train.observability.report.files import write_report
-from skyrl_train.observability.run_folder import CONFIG, METRICS
+from skyrl_train.observability.run_folder import CONFIG, METRICS, SAMPLES
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 
@@ -168,4 +169,30 @@ async def test_each_view_draws_the_run_and_complains_about_nothing(tmp_path: Pat
         await browser.size(1300, 800)
         await shot(browser, "report")
         assert "JavaScript" not in await browser.value("document.querySelector('main').innerText")
+        assert browser.complaints == []
+
+
+async def test_a_run_of_a_thousand_steps_lists_some_of_them_and_marks_no_checkpoint_without_its_step(
+    tmp_path: Path,
+) -> None:
+    run = RecordedRun(tmp_path / "long-1", steps=4).path
+    lines = (run / METRICS).read_text().splitlines(keepends=True)
+    (run / METRICS).write_text("".join(lines[:3]))  # the checkpoint is of step 4
+    for step in range(5, 1001):
+        os.link(run / SAMPLES / "step_000004.parquet", run / SAMPLES / f"step_{step:06}.parquet")
+    async with serving(tmp_path) as url, browsing(tmp_path / "profile") as browser:
+        await browser.size(1300, 800)
+        await browser.open(f"{url}#/run/long-1/overview")
+        answered = (
+            "performance.getEntriesByType('resource').some(one => one.name.includes('checkpoints') && one.responseEnd)"
+        )
+        await browser.until(f"{answered} && document.querySelectorAll('.uplot canvas').length >= 8")
+        await browser.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+        assert not await browser.value("document.body.innerText.includes('a checkpoint')")
+
+        await browser.open(f"{url}#/run/long-1/samples?step=500")
+        await browser.until("document.querySelector('select')?.value === '500'")
+        options = await browser.value("[...document.querySelector('select').options].map(one => Number(one.value))")
+        assert options == sorted(options) and {1, *range(450, 551), 1000} <= {*options}
+        assert len(options) < 450 and max(b - a for a, b in pairwise(options)) <= 5
         assert browser.complaints == []

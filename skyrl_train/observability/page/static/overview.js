@@ -75,8 +75,9 @@ function Card({ title, unit, now, note, children }) {
 function Reward({ data, x, evaluations, checkpoints, ...shared }) {
   const [low, high, what] = some(data.mean["reward/p10"]) ? ["reward/p10", "reward/p90", "p10–p90"] : ["reward/min", "reward/max", "min–max"];
   // What happened after a step belongs to the first point that contains it.
-  const pointOf = (wanted) => Math.max(0, Math.min(data.step.length - 1, data.step.findIndex((step) => step >= wanted)));
-  const marks = [...new Set(checkpoints.map(pointOf))];
+  const pointOf = (wanted) => data.step.findIndex((step) => step >= wanted);
+  // Checkpoints of later steps belong to steps that are lost, or whose rows come with the next answer; and so do evaluations.
+  const marks = [...new Set(checkpoints.map(pointOf))].filter((mark) => mark >= 0);
   const draw = (u) => {
     u.ctx.fillStyle = PINK;
     for (const mark of marks) {
@@ -96,7 +97,7 @@ function Reward({ data, x, evaluations, checkpoints, ...shared }) {
     series.push({ label: what.split("–")[0], values: data.mean[low], stroke: faint(GREEN, "55"), width: 0.5 });
     bands.push([2, 3, faint(GREEN, "26")]);
   }
-  const measured = evaluations.filter((row) => typeof row["eval/reward"] === "number" && data.step.length);
+  const measured = evaluations.filter((row) => typeof row["eval/reward"] === "number" && pointOf(row.step) >= 0);
   if (measured.length) {
     const dots = Array(data.step.length).fill(null);
     for (const row of measured) dots[pointOf(row.step)] = row["eval/reward"];

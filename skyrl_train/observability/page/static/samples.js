@@ -1,6 +1,6 @@
 // What the model says: the samples of a step, one of them as a conversation and token for token, and its prompt over the run.
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/preact.js";
-import { get, number, plain, seconds, Text, useAnswer, versionColour } from "./util.js";
+import { get, number, plain, seconds, Text, useAnswer, usePaced, versionColour } from "./util.js";
 
 const COLUMNS = [
   ["group_index", "group", "n"], ["sample", "sample", "n"], ["reward", "reward", "n"], ["advantage", "advantage", "n"], ["tokens", "tokens", "n"],
@@ -9,6 +9,14 @@ const COLUMNS = [
 const FACETS = [["stop_reason", "end"], ["lag", "lag"], ["data_source", "source"], ["chosen", "recorded as"], ["reward", "reward"]];
 const MOST_VALUES = 6; // of a number that are listed one by one; more are put into four ranges of equal width
 const SHOWN_TOKENS = 4000;
+const MOST_STEPS = 400; // in the list of steps: a browser needs seconds for a hundred thousand
+
+// Of many steps some over the whole run, and all of those around the chosen one.
+function listed(steps, at) {
+  if (steps.length <= MOST_STEPS) return steps;
+  const every = Math.ceil((2 * steps.length) / MOST_STEPS);
+  return steps.filter((_, index) => index % every === 0 || index === steps.length - 1 || Math.abs(index - at) < MOST_STEPS / 4);
+}
 
 export function Samples({ run, ticks, query }) {
   const phase = query.get("phase") ?? "train", step = Number(query.get("step") ?? 0), uid = query.get("uid");
@@ -19,7 +27,8 @@ export function Samples({ run, ticks, query }) {
     location.hash = `#/run/${encodeURIComponent(run)}/samples?${next}`;
   };
   // A step that was chosen does not change; the newest one does.
-  const { data, error } = useAnswer(() => get("samples", { run, phase, step }), `${run} ${phase} ${step}`, step ? "" : ticks.samples);
+  const newest = usePaced(ticks.samples, "samples");
+  const { data, error } = useAnswer(() => get("samples", { run, phase, step }), `${run} ${phase} ${step}`, step ? "" : newest);
   const over = useAnswer(async () => (uid ? get("prompt", { run, uid }) : null), `${run} ${uid}`, "").data;
   if (error && !data) return html`<div class="error">${plain(error)}</div>`;
   if (!data) return html`<div class="empty">Reading samples …</div>`;
@@ -41,7 +50,7 @@ export function Samples({ run, ticks, query }) {
       ${!uid && html`<span class="choice">${phase === "train" ? "step" : "version"}
         <button disabled=${at <= 0} onClick=${() => go({ step: data.steps[at - 1], row: "", group: "" })}>◂</button>
         <select value=${data.step} onChange=${(event) => go({ step: event.target.value, row: "", group: "" })}>
-          ${at < 0 && html`<option value=${data.step}>${data.step}</option>`}${data.steps.map((one) => html`<option value=${one}>${one}</option>`)}</select>
+          ${at < 0 && html`<option value=${data.step}>${data.step}</option>`}${listed(data.steps, at).map((one) => html`<option key=${one} value=${one}>${one}</option>`)}</select>
         <button disabled=${at < 0 || at >= data.steps.length - 1} onClick=${() => go({ step: data.steps[at + 1], row: "", group: "" })}>▸</button>
         ${step > 0 && html`<button onClick=${() => go({ step: "", row: "", group: "" })}>newest</button>`}</span>`}
       ${uid && html`<span>prompt <b><${Text}>${uid}<//></b> over the run <button onClick=${() => go({ uid: "", row: "" })}>✕</button></span>`}
