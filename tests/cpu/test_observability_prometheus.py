@@ -20,13 +20,16 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from grafana_foundation_sdk.models.prometheus import Dataquery
 from prometheus_client.parser import text_string_to_metric_families
+from recorded_runs import RecordedRun
 from starlette.testclient import TestClient
 
 from skyrl_train.config.compose import compose, to_yaml
+from skyrl_train.events import reader
 from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.metrics import declared
 from skyrl_train.observability.page.app import create_page
 from skyrl_train.observability.page.prometheus import EXPORTED_S
+from skyrl_train.observability.readers import timeline
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "grafana"
@@ -118,6 +121,26 @@ def test_damaged_and_foreign_runs_do_not_spoil_the_others(tmp_path: Path) -> Non
     assert found["skyrl_train_reward_mean", "good"] == 0.5
     assert found["skyrl_train_a_b", 'odd "name"\\\n{}'] in (1, 2)
     assert not any("flag" in key[0] or "text" in key[0] or "old" in key for key in found)
+
+
+def test_a_scrape_of_many_runs_reads_what_was_written_since_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = 20
+    for number in range(runs):
+        RecordedRun(tmp_path / f"run-{number}", steps=8, groups=2, samples=2, segment_bytes=4000)
+    client = TestClient(create_page(tmp_path), base_url="http://localhost")
+    first = client.get("/metrics").text
+    read, content_of = [0], timeline.segment_content
+
+    def content(path: Path, limit: int | None = None) -> bytes:
+        read[0] += 1
+        return content_of(path, limit)
+
+    monkeypatch.setattr(timeline, "segment_content", content)
+    monkeypatch.setattr(reader, "segment_content", content)
+    assert client.get("/metrics").text == first
+    assert read[0] == runs, "of each run the newest segment"
 
 
 def test_an_empty_folder_has_an_empty_page_and_the_token_is_needed(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from skyrl_train.errors import NoSuchRunError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.observability.metrics import known_spec
-from skyrl_train.observability.page.prometheus import exposition
+from skyrl_train.observability.page.prometheus import MAX_RUNS, exposition
 from skyrl_train.observability.readers.comparison import AXES, best_run, compared
 from skyrl_train.observability.readers.encoding import to_json
 from skyrl_train.observability.readers.folders import RunsFolder, fingerprint, read_settings
@@ -104,6 +104,7 @@ class _Page:
         self._runs = runs
         self._tables: OrderedDict[Path, MetricTable] = OrderedDict()
         self._events: OrderedDict[Path, EventStore] = OrderedDict()
+        self._exported: OrderedDict[Path, EventStore] = OrderedDict()
         self._lock = Lock()
 
     def runs_list(self, query: QueryParams) -> Any:
@@ -235,7 +236,7 @@ class _Page:
         return StreamingResponse(changes(), media_type="text/event-stream")
 
     def prometheus(self, _: Request) -> Response:
-        return Response(exposition(self._runs, self._table, self._store), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(self._runs, self._exported_store), media_type=CONTENT_TYPE_LATEST)
 
     def _table(self, name: str) -> MetricTable:
         return self._kept(self._tables, self._runs.file(name, METRICS), MetricTable)
@@ -243,11 +244,21 @@ class _Page:
     def _store(self, name: str) -> EventStore:
         return self._kept(self._events, self._runs.file(name, EVENTS), EventStore)
 
-    def _kept(self, kept: OrderedDict[Path, _Reader], path: Path, make: Callable[[Path], _Reader]) -> _Reader:
+    def _exported_store(self, name: str) -> EventStore:
+        # Not those of the views: these have whole segments in memory, so only a few are kept, and each run is asked for here.
+        return self._kept(self._exported, self._runs.file(name, EVENTS), EventStore, MAX_RUNS)
+
+    def _kept(
+        self,
+        kept: OrderedDict[Path, _Reader],
+        path: Path,
+        make: Callable[[Path], _Reader],
+        most: int = _KEPT_RUNS,
+    ) -> _Reader:
         with self._lock:
             reader = kept.setdefault(path, make(path))
             kept.move_to_end(path)
-            if len(kept) > _KEPT_RUNS:
+            if len(kept) > most:
                 kept.popitem(last=False)
         return reader
 

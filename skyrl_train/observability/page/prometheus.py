@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
-import numpy as np
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -16,8 +16,7 @@ from prometheus_client.registry import Collector
 from skyrl_train.errors import NoSuchRunError
 from skyrl_train.events.log import encodable
 from skyrl_train.observability.metrics import known_spec
-from skyrl_train.observability.readers.folders import RunsFolder, last_write, read_settings, spread_rows
-from skyrl_train.observability.readers.series import MetricTable
+from skyrl_train.observability.readers.folders import RunsFolder, last_rows, last_write, read_settings
 from skyrl_train.observability.readers.settings import setting_of
 from skyrl_train.observability.readers.timeline import EventStore
 from skyrl_train.observability.run_folder import CONFIG, EVALUATIONS, METRICS
@@ -59,49 +58,49 @@ class _Families(dict[str, Metric], Collector):
             self[name].add_sample(name, dict(labels), float(number))
 
 
-def exposition(
-    runs: RunsFolder, table_of: Callable[[str], MetricTable], store_of: Callable[[str], EventStore]
-) -> bytes:
+def exposition(runs: RunsFolder, store_of: Callable[[str], EventStore]) -> bytes:
     """Return the metrics of all runs below a folder in Prometheus's text format.
 
     Args:
-        table_of, store_of: return the reader of a run's metrics and of its events, by the run's name.
+        store_of: returns the reader of a run's events by the run's name.
     """
     families = _Families()
     for name in runs.names()[:MAX_RUNS]:
         try:
             if time.time() - last_write(runs.path(name)) > EXPORTED_S:
                 break  # the names come in the order of their last writes
-            _add_run(families, runs, name, table_of(name), store_of(name))
+            _add_run(families, runs, name, store_of(name))
         except (NoSuchRunError, OSError):  # removed meanwhile
             continue
     return generate_latest(families)
 
 
-def _add_run(families: _Families, runs: RunsFolder, name: str, table: MetricTable, store: EventStore) -> None:
-    row, columns = runs.row(name), table.columns()
+def _add_run(families: _Families, runs: RunsFolder, name: str, store: EventStore) -> None:
+    row, last = runs.row(name), last_rows(runs.file(name, METRICS), MEDIAN_STEPS)
     run = {"run": row["title"]}
     families.add("run_info", "1 for a run in its state", 1, {**run, "state": row["state"], "mode": row["mode"]})
     bound = setting_of(read_settings(runs.file(name, CONFIG)), "trainer.fully_async.max_staleness_steps")
-    times, steps_s = columns.get("time", np.empty(0)), columns.get("time/step", np.empty(0))[-MEDIAN_STEPS:]
-    steps_s = steps_s[np.isfinite(steps_s)]
+    steps_s = [value for each in last if _is_number(value := each.get("time/step"))]
     for metric, meaning, value in (
         ("step", "Optimizer steps that are finished", row["step"]),
         ("total_steps", "Optimizer steps of the whole run", row["total_steps"]),
         ("elapsed_seconds", "Training time over all commands of the run", row["elapsed_s"]),
         ("max_staleness_steps", "Bound on the lag of a group, in steps", bound),
-        ("last_step_timestamp_seconds", "Unix time at which the last step ended", times[-1] if len(times) else None),
+        (
+            "last_step_timestamp_seconds",
+            "Unix time at which the last step ended",
+            last[-1].get("time") if last else None,
+        ),
         (
             "median_step_seconds",
             f"Median duration of the last {MEDIAN_STEPS} steps",
-            np.median(steps_s) if len(steps_s) else None,
+            statistics.median(steps_s) if steps_s else None,
         ),
     ):
         if _is_number(value):
             families.add(metric, meaning, value, run)
 
-    for file in (METRICS, EVALUATIONS):
-        newest: dict[str, Any] = next(iter(spread_rows(runs.file(name, file), 1)[-1:]), {})
+    for newest in (*last[-1:], *last_rows(runs.file(name, EVALUATIONS), 1)):
         # null stands for what is not finite.
         numbers = {
             key: math.nan if value is None else value

@@ -258,6 +258,22 @@ def spread_rows(path: Path, count: int) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
+def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the last ``count`` rows, or as many of them as there are in the last megabyte of the file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _ROW_BYTES))
+            lines = file.read(_ROW_BYTES).split(b"\n")
+    except OSError:
+        return []
+    rows: dict[int, dict[str, Any]] = {}
+    for line in reversed(lines):
+        row = parse_row(line) if len(rows) < count else None
+        if row is not None:
+            rows.setdefault(row["step"], row)
+    return [rows[step] for step in sorted(rows)]
+
+
 def _keep(rows: dict[int, dict[str, Any]], line: bytes) -> bool:
     row = parse_row(line)
     if row is not None:

@@ -42,6 +42,7 @@ MAX_ENGINE_POINTS = 400
 _KEPT_SEGMENTS = 16  # in memory
 MAX_SCANNED = 100  # segments in which failures are looked for
 _RARE = re.compile(rb'"kind":"(failed|retried|warning|alarm|process|start_up|run|resume|end|checkpoint|lost)"')
+_ENGINE = re.compile(rb'"kind": ?"engine"')
 _ENDS = ("trained", "failed", "filtered", "dropped")  # of a group
 _LIVES = ("admitted", "restored", "replayed", "retried", "finished", "stage", "buffered")  # of a group before its end
 _OF_GROUPS = re.compile(rf'"kind":"({"|".join((*_LIVES, *_ENDS))})"'.encode())
@@ -142,6 +143,7 @@ class EventStore:
         self._index: dict[int, EventSegment] = {}  # without events: begin, clock and process of each
         self._parsed: OrderedDict[int, EventSegment] = OrderedDict()
         self._rare: dict[int, EventSegment] = {}
+        self._of_engines: dict[int, EventSegment] = {}
         self._lasting: dict[int, tuple[dict[int, list[dict[str, Any]]], set[int]]] = {}
 
     def window(self, t0: float | None, t1: float | None, steps: int = 6) -> dict[str, Any] | None:
@@ -200,13 +202,7 @@ class EventStore:
             for number in numbers:
                 known = self._index[number]
                 segment = self._rare.setdefault(number, EventSegment(known.process, known.offset, known.begins))
-                if not segment.complete:
-                    content = segment_content(paths[number])[segment.read :]
-                    content = content[: content.rfind(b"\n") + 1]
-                    before = segment.read
-                    segment.parse(_lines_with(_RARE, content))
-                    segment.read = before + len(content)
-                    segment.complete = number != max(paths)
+                _read_lines_with(_RARE, segment, paths, number)
             asked = [self._rare[number] for number in numbers]
             found = [event for segment in asked for events in segment.events.values() for event in events]
         return sorted(found, key=lambda event: (event["process"], event["at"])) if paths else None
@@ -262,9 +258,16 @@ class EventStore:
     def engines(self) -> dict[int, list[list[Any]]] | None:
         """Return the samples of each engine in the newest segments (see :func:`_engines`). None: nothing is recorded."""
         with self._lock:
-            paths = self._indexed()
-            parsed = self._read(paths, list(paths)[-1 - AFTER :])
-        return _engines(events_of(parsed, "engine"), -math.inf, math.inf) if parsed else None
+            paths, before = self._indexed(), self._of_engines
+            # Of the many events of a segment, a second has one for each engine: Prometheus asks for those of many runs.
+            self._of_engines = {}
+            for number in list(paths)[-1 - AFTER :]:
+                known = self._index[number]
+                segment = before.get(number, EventSegment(known.process, known.offset, known.begins))
+                _read_lines_with(_ENGINE, segment, paths, number)
+                self._of_engines[number] = segment
+            segments = [*self._of_engines.values()]
+        return _engines(events_of(segments, "engine"), -math.inf, math.inf) if segments else None
 
     def _around(self, numbers: Sequence[int], t0: float, t1: float) -> Sequence[int]:
         """Return the numbers of the segments with events about the time between two Unix times."""
@@ -341,6 +344,17 @@ class EventStore:
         while len(self._parsed) > max(_KEPT_SEGMENTS, len(numbers)):
             self._parsed.popitem(last=False)
         return found
+
+
+def _read_lines_with(pattern: re.Pattern[bytes], segment: EventSegment, paths: dict[int, Path], number: int) -> None:
+    """Parse the lines with ``pattern`` of segment ``number`` that nobody has looked at."""
+    if not segment.complete:
+        content = segment_content(paths[number])[segment.read :]
+        content = content[: content.rfind(b"\n") + 1]
+        read = segment.read + len(content)
+        segment.parse(_lines_with(pattern, content))
+        # Nothing is written to a segment once there is a later one.
+        segment.read, segment.complete = read, number != max(paths)
 
 
 def _lines_with(pattern: re.Pattern[bytes], content: bytes) -> bytes:

@@ -1,7 +1,7 @@
 // Evaluations, engines, alarms, and what went wrong.
 import { html, useState } from "./vendor/preact.js";
 import { Chart, zeroBased } from "./charts.js";
-import { ago, bytes, get, moment, number, PALETTE, plain, seconds, Text, useAnswer, useStored, useTheme, versionColour, withUnit } from "./util.js";
+import { ago, bytes, get, moment, number, PALETTE, plain, seconds, Text, useAnswer, usePaced, useStored, useTheme, versionColour, withUnit } from "./util.js";
 
 export function Evaluations({ run, ticks }) {
   useTheme();
@@ -77,7 +77,7 @@ export function Advice({ run, info, ticks, view }) {
 }
 
 export function Failures({ run, ticks }) {
-  const { data, error } = useAnswer(() => get("incidents", { run }), run, `${ticks.events ?? 0}`);
+  const { data, error } = useAnswer(() => get("incidents", { run }), run, `${usePaced(ticks.events, "incidents") ?? 0}`);
   const [file, setFile] = useState(null);
   if (error && !data) return html`<div class="error">${plain(error)}</div>`;
   if (!data) return html`<div class="empty">Reading events …</div>`;
