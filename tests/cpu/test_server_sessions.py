@@ -56,6 +56,21 @@ async def test_a_session_becomes_training_data() -> None:
         assert (await world.http.post(CHAT, json=ASK, headers=bearer(key))).status_code == 401
 
 
+async def test_names_of_sessions_and_models_may_have_slashes() -> None:
+    async with endpoint(model_names=["Qwen/Qwen3-0.6B"]) as world:
+        asked = {**ASK, "model": "Qwen/Qwen3-0.6B", "max_tokens": 3}
+        assert (await world.openai.models.retrieve(asked["model"])).id == asked["model"]
+        assert (await world.http.get("/v1/models/")).json()["data"][0]["id"] == asked["model"]
+        named = "math/train/17@3_0"
+        assert (await world.http.post(CHAT, json=asked, headers={"x-session-id": named})).status_code == 200
+        session = f"/v1/sessions/{named}"
+        assert (await world.http.get(session)).json()["turns"] == 1
+        assert (await world.http.post(f"{session}/reward", json={"reward": 1.0})).json()["id"] == named
+        assert (await world.http.post(f"{session}/finish", json={})).json()["finished"]
+        assert len((await world.http.get(f"{session}/sequences")).json()["sequences"]) == 1
+        assert (await world.http.delete(session)).json()["deleted"] and len(world.store) == 0
+
+
 async def test_a_prefill_is_continued_in_both_apis_and_recorded_as_prompt() -> None:
     conversation = [*ASK["messages"], {"role": "assistant", "content": "45"}]
     async with endpoint() as world:
@@ -223,7 +238,7 @@ def test_every_route_is_in_the_list_above() -> None:
         for method, path in listed
     }
     routes = {
-        (method, route.path)
+        (method, route.path_format)
         for router in ROUTERS
         for route in router.routes
         if isinstance(route, APIRoute)

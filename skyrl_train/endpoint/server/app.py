@@ -81,7 +81,7 @@ def create_app(
 @functools.cache
 def route_paths() -> frozenset[str]:
     """Return the paths of all routes, with their parameters as in ``/v1/sessions/{session_id}``."""
-    return frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute))
+    return frozenset(route.path_format for router in ROUTERS for route in router.routes if isinstance(route, APIRoute))
 
 
 @functools.cache  # it takes 0.1 s, and is the same for every application
@@ -158,6 +158,6 @@ class RequestMiddleware:
         finally:
             # The pattern of the route, not the path: see ServerMetrics.
             route = scope.get("route")
-            pattern = "unknown" if route is None else str(route.path)
+            pattern = "unknown" if route is None else str(route.path_format)
             self._metrics.requests.labels(pattern, str(status or CLIENT_GONE)).inc()
             self._metrics.duration.labels(pattern).observe(time.perf_counter() - started)

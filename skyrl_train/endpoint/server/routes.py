@@ -83,8 +83,10 @@ async def list_models(request: Request) -> Response:
     return _json({"object": "list", "data": [_model(gateway, name) for name in gateway.model_names]})
 
 
-@router.get("/v1/models/{model}", **json_docs("Describe one model.", ("id", "object")))
+@router.get("/v1/models/{model:path}", **json_docs("Describe one model.", ("id", "object")))
 async def retrieve_model(request: Request, model: str) -> Response:
+    if not model:  # /v1/models/
+        return await list_models(request)
     gateway = gateway_of(request)
     gateway.authenticate(request)
     gateway.adapter(model)
@@ -186,6 +188,7 @@ def _responses(request: Request) -> ResponseHistory:
 
 
 # Sessions: the administrator opens them; their own key uses, rewards, finishes and reads them --------------------
+# A name may have slashes, like the name of a model.
 
 
 @router.post(
@@ -205,12 +208,7 @@ async def open_session(request: Request) -> Response:
     return _json({"id": opened.session.id, "object": "session", "api_key": opened.api_key}, 201)
 
 
-@router.get("/v1/sessions/{session_id}", **json_docs("Return a session's statistics.", _STATISTICS))
-async def get_session(request: Request, session_id: str) -> Response:
-    return _statistics(_visible_session(request, session_id))
-
-
-@router.post("/v1/sessions/{session_id}/reward", **body_docs(RewardBody, "Set a reward.", _STATISTICS))
+@router.post("/v1/sessions/{session_id:path}/reward", **body_docs(RewardBody, "Set a reward.", _STATISTICS))
 async def reward_session(request: Request, session_id: str) -> Response:
     session = _visible_session(request, session_id)
     body = RewardBody.parse((await gateway_of(request).read_body(request)).fields)
@@ -218,7 +216,7 @@ async def reward_session(request: Request, session_id: str) -> Response:
     return _statistics(session)
 
 
-@router.post("/v1/sessions/{session_id}/finish", **body_docs(FinishSessionBody, "Finish a session.", _STATISTICS))
+@router.post("/v1/sessions/{session_id:path}/finish", **body_docs(FinishSessionBody, "Finish a session.", _STATISTICS))
 async def finish_session(request: Request, session_id: str) -> Response:
     gateway, session = gateway_of(request), _visible_session(request, session_id)
     reward = FinishSessionBody.parse((await gateway.read_body(request)).fields).reward
@@ -227,7 +225,7 @@ async def finish_session(request: Request, session_id: str) -> Response:
 
 
 @router.get(
-    "/v1/sessions/{session_id}/sequences",
+    "/v1/sessions/{session_id:path}/sequences",
     **json_docs("Return a finished session as training data.", ("id", "sequences")),
 )
 async def export_session(request: Request, session_id: str) -> Response:
@@ -240,7 +238,13 @@ async def export_session(request: Request, session_id: str) -> Response:
     return Response(body, media_type="application/json")
 
 
-@router.delete("/v1/sessions/{session_id}", **json_docs("Delete a session and its key.", ("id", "deleted")))
+# Behind the route of the sequences, whose path it matches too.
+@router.get("/v1/sessions/{session_id:path}", **json_docs("Return a session's statistics.", _STATISTICS))
+async def get_session(request: Request, session_id: str) -> Response:
+    return _statistics(_visible_session(request, session_id))
+
+
+@router.delete("/v1/sessions/{session_id:path}", **json_docs("Delete a session and its key.", ("id", "deleted")))
 async def delete_session(request: Request, session_id: str) -> Response:
     session = _visible_session(request, session_id)
     gateway_of(request).store.close(session.id)
