@@ -23,7 +23,7 @@ from skyrl_train.algorithms.kl import kl_penalties
 from skyrl_train.algorithms.off_policy import keeps_sequence
 from skyrl_train.config import derive
 from skyrl_train.config.schema import AlgorithmConfig
-from skyrl_train.errors import GeneratorOutputError
+from skyrl_train.errors import ConfigError, GeneratorOutputError, SkyRLError
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample, packed
@@ -52,6 +52,7 @@ def build_minibatch(
         kl_factor: of both KL coefficients in this step.
 
     Raises:
+        ConfigError: the estimator raised, or did not return a number for each token, finite on those that train.
         GeneratorOutputError: a reward is not finite, or the reference log-probs that it needs are missing.
     """
     rows = [
@@ -90,15 +91,13 @@ def _rows(
         for sample in group.samples
     ]
     values = [_values(sample, group) for sample in group.samples] if derive.needs_critic(algorithm) else None
-    advantages = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)(
-        GroupRewards(
-            token_rewards=[_shaped_rewards(sample, group, algorithm, kl_factor) for sample in group.samples],
-            loss_masks=sampled,
-            in_baseline=[_in_baseline(sample, algorithm) for sample in group.samples],
-            values=values,
-        ),
-        algorithm,
+    rewards = GroupRewards(
+        token_rewards=[_shaped_rewards(sample, group, algorithm, kl_factor) for sample in group.samples],
+        loss_masks=sampled,
+        in_baseline=[_in_baseline(sample, algorithm) for sample in group.samples],
+        values=values,
     )
+    advantages = _advantages(rewards, algorithm, masked=group.masked)
     sequences = [sequence for sample in group.samples for sequence in sample.sequences]
     # Counted before masking: masked tokens stay in the denominator of the loss.
     group_tokens = sum(sequence.num_sampled for sequence in sequences)
@@ -126,6 +125,42 @@ def _rows(
                 )
             )
     return rows
+
+
+def _advantages(rewards: GroupRewards, algorithm: AlgorithmConfig, *, masked: bool) -> list[torch.Tensor]:
+    """Call the configured estimator, which may be the user's; return float32 ``[T]`` per sample, on the CPU.
+
+    Args:
+        masked: no token of the group trains.
+
+    Raises:
+        ConfigError: it raised, or did not return a number for each token, finite on those that train.
+    """
+    name = algorithm.advantage_estimator
+    setting, estimator = f"trainer.algorithm.advantage_estimator={name}", ADVANTAGE_ESTIMATORS.get(name)
+    try:
+        returned = [
+            torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+            for values in estimator(rewards, algorithm)
+        ]
+    except SkyRLError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{setting} raised {error!r}. Mend it, and give the same command to continue.") from error
+    shapes, lengths = [list(values.shape) for values in returned], [len(mask) for mask in rewards.loss_masks]
+    if shapes != [[length] for length in lengths]:
+        raise ConfigError(
+            f"{setting} returned tensors of shapes {shapes} for samples of {lengths} tokens. Return one number for each token of "
+            "each sample; group.on_trained_tokens spreads one number per sample over its tokens."
+        )
+    for number, (values, mask) in enumerate(zip(returned, rewards.loss_masks, strict=True)):
+        broken = np.flatnonzero(~np.isfinite(values.numpy()) & mask.numpy())
+        if len(broken) and not masked:
+            raise ConfigError(
+                f"{setting} returned {values[broken[0]]} for token {broken[0]} of sample {number}, in a group with the returns "
+                f"{rewards.returns.tolist()}; advantages must be finite. Mind divisions by 0."
+            )
+    return returned
 
 
 def _split(values: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:

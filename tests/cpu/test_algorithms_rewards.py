@@ -23,7 +23,7 @@ from skyrl_train.config.schema import (
     RejectionConfig,
     RejectionLevel,
 )
-from skyrl_train.errors import GeneratorOutputError
+from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.training.minibatch import build_minibatch, kl_to_reference
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
@@ -88,6 +88,54 @@ def writes(given: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
         assert isinstance(rewards, list)
         rewards[-1] -= 3.0
     return given.on_trained_tokens(given.returns)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("raises", r"raised ZeroDivisionError"),
+        ("of_samples", r"shapes \[\[\], \[\]\] for samples of \[2, 1\] tokens"),
+        ("of_one_sample", r"shapes \[\[2\]\] for samples of \[2, 1\] tokens"),
+        ("as_columns", r"shapes \[\[2, 1\], \[1, 1\]\]"),
+        ("divides", r"returned nan for token 0 of sample 0, in a group with the returns \[1\.0, 1\.0\]"),
+        ("nothing", r"raised TypeError"),
+    ],
+)
+def test_an_estimator_of_ones_own_that_breaks_its_contract_is_named(name: str, complaint: str) -> None:
+    path = f"{__name__}:{name}"
+    with pytest.raises(ConfigError, match=f"advantage_estimator={path} .*{complaint}"):
+        build_minibatch([group(sample(2, 1.0), sample(1, 1.0))], 1, AlgorithmConfig(advantage_estimator=path))
+
+
+def test_advantages_that_nothing_is_trained_with_need_not_be_finite() -> None:
+    config = AlgorithmConfig(advantage_estimator=f"{__name__}:divides")
+    untrained = sample(2, 1.0, loss_mask=[0, 0], versions=[-1, -1])
+    for equal in (group(sample(2, 1.0), sample(1, 1.0), masked=True), group(untrained, untrained)):
+        assert not any(s.loss_mask.any() for s in build_minibatch([equal], 1, config).sequences)
+
+
+def raises(given: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
+    raise ZeroDivisionError
+
+
+def of_samples(given: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
+    return list(given.returns)
+
+
+def of_one_sample(given: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
+    return given.on_trained_tokens(given.returns)[:1]
+
+
+def as_columns(given: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
+    return [values[:, None] for values in given.on_trained_tokens(given.returns)]
+
+
+def divides(given: GroupRewards, config: AlgorithmConfig) -> list[torch.Tensor]:
+    return given.on_trained_tokens((given.returns - given.returns.mean()) / given.returns.std())
+
+
+def nothing(given: GroupRewards, config: AlgorithmConfig) -> None:
+    return None
 
 
 def test_a_response_that_was_cut_off_leaves_the_numerator_and_stays_in_denominator_and_baseline() -> None:

@@ -10,11 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from harness import Harness
 from scripted import ScriptedEngine, hashed_token, in_virtual_time
 
-from skyrl_train.errors import CheckpointError, EngineError, GeneratorOutputError, RolloutError, WeightSyncError
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, GroupRewards, grpo
+from skyrl_train.config.schema import AlgorithmConfig
+from skyrl_train.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    GeneratorOutputError,
+    RolloutError,
+    WeightSyncError,
+)
 from skyrl_train.inference.pool.fleet import FleetLimits
+from skyrl_train.observability.failures import place_of
 from skyrl_train.training.backend import Minibatch
 from skyrl_train.training.checkpoint import Evaluated, Writer
 from skyrl_train.types import GeneratorInput, GeneratorOutput
@@ -561,6 +572,32 @@ async def test_groups_that_training_rejects_are_generated_again_after_resuming(
         assert sorted(again.trained) == list(range(32))
         generated = {int(instance_id.rpartition("@")[2]) for instance_id in again.generator.calls}
         assert len(finished) >= 4 and generated >= set(finished)
+
+
+async def test_an_estimator_of_ones_own_that_raises_costs_neither_steps_nor_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mode in MODES:
+        h = Harness(tmp_path / mode, f"trainer.mode={mode}")
+
+        def breaks(group: GroupRewards, config: AlgorithmConfig, h: Harness = h) -> list[torch.Tensor]:
+            if h.trainer.global_step == 2:
+                raise ZeroDivisionError("scripted")
+            return grpo(group, config)
+
+        h.trainer.minibatches.prepare = lambda inputs: None  # type: ignore[method-assign]
+        with monkeypatch.context() as patched:
+            patched.setitem(ADVANTAGE_ESTIMATORS._entries, "grpo", breaks)
+            with pytest.raises(
+                ConfigError, match=r"advantage_estimator=grpo raised ZeroDivisionError\('scripted'\)"
+            ) as caught:
+                await h.train()
+        assert place_of(caught.value).endswith("in breaks")
+        assert (tmp_path / mode / "checkpoints" / "latest").read_text().strip() == "global_step_2"
+        again = Harness(tmp_path / mode, f"trainer.mode={mode}")
+        await again.train()
+        assert sorted(again.trained) == list(range(32))
+        assert len(again.generator.calls) <= 32 - 12, "the groups of its step are not generated again"
 
 
 async def test_a_run_resumed_between_two_weight_sync_keeps_their_rhythm(tmp_path: Path) -> None:
