@@ -36,10 +36,17 @@ from typing import NamedTuple, TypeAlias
 
 from skyrl_train.algorithms import kl
 from skyrl_train.algorithms.registry import Registry
-from skyrl_train.algorithms.tokens import MinibatchTokens, PolicyTokens, bounded_exp, bounded_ratio
+from skyrl_train.algorithms.tokens import (
+    MinibatchTokens,
+    PolicyTokens,
+    bounded_exp,
+    bounded_ratio,
+    require_per_token,
+)
 from skyrl_train.config.schema import AlgorithmConfig, RejectionConfig, RejectionLevel
 from skyrl_train.runtime.lazy_torch import torch
 
+_SETTING = "trainer.algorithm.off_policy_correction"
 REJECTED_TOKENS, REJECTED_SEQUENCES = "off_policy/rejected_tokens/", "off_policy/rejected_sequences/"
 M2PO_THRESHOLD = "m2po_threshold"
 
@@ -56,14 +63,12 @@ class TokenWeights(NamedTuple):
 # Maps trained tokens to the weight of each token's loss; depends on each sequence alone. ``config.kwargs`` holds the parameters
 # of a user's correction.
 Correction: TypeAlias = Callable[[PolicyTokens, AlgorithmConfig], TokenWeights]
-CORRECTIONS: Registry[Correction] = Registry("trainer.algorithm.off_policy_correction.tis_ratio_type")
+CORRECTIONS: Registry[Correction] = Registry(f"{_SETTING}.tis_ratio_type")
 register_off_policy_correction = CORRECTIONS.register
 
 # Maps trained tokens to one number for each: ``[N]``, float64, without gradient.
 RejectionStatistic: TypeAlias = Callable[[PolicyTokens], "torch.Tensor"]
-REJECTION_STATISTICS: Registry[RejectionStatistic] = Registry(
-    "trainer.algorithm.off_policy_correction.rejections.statistic"
-)
+REJECTION_STATISTICS: Registry[RejectionStatistic] = Registry(f"{_SETTING}.rejections.statistic")
 register_rejection_statistic = REJECTION_STATISTICS.register
 LOGARITHMIC = "ratio"  # returned and aggregated as logarithms, and compared with the logarithms of its bounds
 
@@ -96,6 +101,10 @@ class OffPolicyCorrection:
         :func:`mismatch_metrics`."""
         if self._weight is not None:
             weights, truncated, rejected_by_weight = self._weight(tokens, self._config)
+            returned = {"weight": weights, "truncated": truncated, "rejected": rejected_by_weight}
+            given = {name: values for name, values in returned.items() if values is not None}
+            name = f"{_SETTING}.tis_ratio_type={self._settings.tis_ratio_type}"
+            require_per_token(name, len(tokens.proximal_logprobs), **given)
         else:
             weights, rejected_by_weight = torch.ones_like(tokens.proximal_logprobs), None
             truncated = torch.zeros_like(tokens.sequence_index, dtype=torch.bool)
@@ -231,6 +240,7 @@ def probability_difference(tokens: PolicyTokens) -> torch.Tensor:
 def rejected_tokens(tokens: PolicyTokens, rule: RejectionConfig) -> torch.Tensor:
     """Return which tokens the rule rejects, bool ``[N]``. NaN is out of bounds."""
     values = REJECTION_STATISTICS.get(rule.statistic)(tokens)
+    require_per_token(f"{_SETTING}.rejections.statistic={rule.statistic}", len(tokens.logprobs), statistic=values)
     low = -math.inf if rule.low is None else rule.low
     high = math.inf if rule.high is None else rule.high
     if rule.statistic == LOGARITHMIC:

@@ -55,6 +55,24 @@ class PolicyTokens:
         return lowest.scatter_reduce(0, self.sequence_index, values, "amax")
 
 
+def require_per_token(setting: str, tokens: int, **returned: torch.Tensor) -> None:
+    """Check that a function of a registry has returned one value per token. Others, such as a mean, would be broadcast and train
+    something else.
+
+    Args:
+        setting: names the function, for the message.
+        returned: its results, by name.
+
+    Raises:
+        ValueError: a result is not ``[N]``. No ConfigError, because a step of several passes may have moved the policy by then.
+    """
+    for name, values in returned.items():
+        if tuple(values.shape) != (tokens,):
+            raise ValueError(
+                f"{setting} returned a {name} of shape {list(values.shape)} for {tokens} tokens; return one value per token."
+            )
+
+
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
     """``exp``, with the exponent clamped to ``±MAX_LOG_RATIO``."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

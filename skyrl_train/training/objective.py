@@ -22,7 +22,13 @@ from skyrl_train.algorithms.off_policy import (
     mismatch_metrics,
 )
 from skyrl_train.algorithms.reductions import REDUCTIONS, SequenceCounts, Share
-from skyrl_train.algorithms.tokens import MINIBATCH_STATISTICS, MinibatchTokens, PolicyTokens, TokenStatistics
+from skyrl_train.algorithms.tokens import (
+    MINIBATCH_STATISTICS,
+    MinibatchTokens,
+    PolicyTokens,
+    TokenStatistics,
+    require_per_token,
+)
 from skyrl_train.config.schema import AlgorithmConfig, ProximalPolicy
 from skyrl_train.errors import ConfigError
 from skyrl_train.runtime.lazy_torch import torch
@@ -121,7 +127,7 @@ class Objective:
             entropy: ``[N]`` in nats.
 
         Raises:
-            ValueError: ``fields`` lack something that this loss needs.
+            ValueError: ``fields`` lack something that this loss needs, or a registered function breaks its contract.
         """
         if self.needs_minibatch_statistics and not fields.minibatch:
             raise ValueError("this loss needs statistics of its whole minibatch, which a step in parts does not have")
@@ -129,6 +135,8 @@ class Objective:
             raise ValueError("a loss with a KL term needs reference_logprobs")
         tokens = self._tokens(logprobs, fields)
         losses, corrected = self._policy_loss(tokens, self._config), self._correct(tokens)
+        name = f"trainer.algorithm.policy_loss_type={self._config.policy_loss_type}"
+        require_per_token(name, len(logprobs), loss=losses.loss, ratio=losses.ratio, clipped=losses.clipped)
         # torch.where instead of a product with the mask: a rejected token may have an infinite loss.
         nothing = torch.zeros_like(logprobs)
         policy_loss = torch.where(corrected.kept, losses.loss * corrected.weights, nothing)
@@ -143,6 +151,8 @@ class Objective:
         objective = policy_loss
         if self._kl is not None and fields.reference_logprobs is not None:
             kl = self._kl(logprobs, fields.reference_logprobs)
+            name = f"trainer.algorithm.kl_estimator_type={self._config.kl_estimator_type}"
+            require_per_token(name, len(logprobs), divergence=kl)
             coefficient = fields.kl_factor * self._config.kl_loss_coef
             objective = objective + torch.where(corrected.kept, coefficient * kl * corrected.weights, nothing)
             sums["kl_to_reference"] = kl

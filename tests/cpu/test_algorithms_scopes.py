@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from training_worlds import backend, learned, minibatch, weights
+from training_worlds import backend, learned, minibatch, same, weights
 
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
+from skyrl_train.algorithms.losses import POLICY_LOSSES, TokenLosses, ppo_clip
+from skyrl_train.algorithms.off_policy import CORRECTIONS, REJECTION_STATISTICS, TokenWeights
+from skyrl_train.algorithms.registry import Registry
+from skyrl_train.algorithms.tokens import PolicyTokens
 from skyrl_train.config.schema import (
+    AlgorithmConfig,
     ClipCovConfig,
     KlCovConfig,
     ProximalPolicy,
@@ -102,3 +108,55 @@ def test_rejected_tokens_are_counted_and_change_nothing_but_the_numerator(
     assert metrics["off_policy/rejected_tokens/any"] == metrics["policy/tokens"] == tokens
     assert metrics["loss/policy"] == 0.0 == metrics["policy/grad_norm"]
     assert all(torch.equal(weight, before[name]) for name, weight in weights(trained).items())
+
+
+def mean_loss(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
+    loss, ratio, clipped = ppo_clip(tokens, config)
+    return TokenLosses(loss.mean(), ratio, clipped)
+
+
+def column_of_losses(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
+    loss, ratio, clipped = ppo_clip(tokens, config)
+    return TokenLosses(loss[:, None], ratio, clipped)
+
+
+def mean_divergence(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    return (logprobs - reference_logprobs).square().mean()
+
+
+def weight_of_all(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenWeights:
+    ratio = (tokens.proximal_logprobs - tokens.behaviour_logprobs).exp()
+    return TokenWeights(ratio.mean(), ratio > 2)
+
+
+def mean_ratio(tokens: PolicyTokens) -> torch.Tensor:
+    return (tokens.proximal_logprobs - tokens.behaviour_logprobs).exp().mean()
+
+
+OWN_RULE = {f"{CORRECTION}rejections": [RejectionConfig("own", high=9.0)]}
+OWN: dict[Any, tuple[Registry[Any], dict[str, Any], str]] = {
+    mean_loss: (POLICY_LOSSES, {"algorithm__policy_loss_type": "own"}, "policy_loss_type=own returned a loss"),
+    column_of_losses: (POLICY_LOSSES, {"algorithm__policy_loss_type": "own"}, "policy_loss_type=own returned a loss"),
+    mean_divergence: (
+        KL_ESTIMATORS,
+        {"algorithm__kl_loss_coef": 0.1, "algorithm__kl_estimator_type": "own"},
+        "kl_estimator_type=own returned a divergence",
+    ),
+    weight_of_all: (CORRECTIONS, {f"{CORRECTION}tis_ratio_type": "own"}, "tis_ratio_type=own returned a weight"),
+    mean_ratio: (REJECTION_STATISTICS, OWN_RULE, "statistic=own returned a statistic"),
+}
+
+
+@pytest.mark.parametrize("function", OWN)
+def test_a_function_of_ones_own_without_a_value_per_token_trains_nothing(
+    folder: str, monkeypatch: pytest.MonkeyPatch, function: Any
+) -> None:
+    """A mean would be broadcast over the tokens, and a column would make a table of them."""
+    registry, settings, complaint = OWN[function]
+    monkeypatch.setitem(registry._entries, "own", function)
+    ours = backend(folder, **settings)
+    whole, before = minibatch(), weights(ours)
+    sequences = [replace(s, reference_logprobs=s.behaviour_logprobs) for s in whole.sequences]
+    with pytest.raises(ValueError, match=rf"{complaint} of shape \[.*\] for \d+ tokens"):
+        ours.update(replace(whole, sequences=sequences))
+    assert not ours.has_open_step and same(before, weights(ours))
