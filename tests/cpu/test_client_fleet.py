@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -55,6 +56,27 @@ async def test_a_dead_engine_is_started_again_and_serves_only_after_it_caught_up
     assert a.policy_version == 2
     output = await client.generate(request(max_tokens=3, ignore_eos=True))
     assert output["response_versions"] == [[2, 2, 2]]
+
+
+async def test_a_restart_that_hangs_is_given_up_and_tried_again() -> None:
+    a, b = ScriptedEngine(free_running=True), ScriptedEngine(free_running=True)
+    client, clock = fleet_of(a, b)
+    await publish(client, 0)
+    client._pool.fleet.limits = dataclasses.replace(LIMITS, start_timeout_s=0.01)
+    start, hangs = a.start, True
+
+    async def hung() -> None:
+        await (asyncio.get_running_loop().create_future() if hangs else start())
+
+    a.start = hung  # type: ignore[method-assign]
+    a.die()
+    await client.health()
+    await after(client, clock, 1.0)
+    assert client.engine_states[0] is EngineState.DEAD
+    assert "did not start within 0.01 s" in client.describe()[0]
+    hangs = False
+    await after(client, clock, 2.0)
+    assert client.engine_states[0] is EngineState.HEALTHY
 
 
 async def test_an_engine_that_missed_an_update_catches_up_and_returns() -> None:

@@ -180,7 +180,7 @@ class Colocated(Harness):
 
     def supervised(self) -> None:
         """Restarts dead engines at once."""
-        self.client._pool.fleet._limits = FleetLimits(backoff_s=0.0, max_backoff_s=0.0)
+        self.client._pool.fleet.limits = FleetLimits(backoff_s=0.0, max_backoff_s=0.0)
         self.client.supervisor.start()
 
 

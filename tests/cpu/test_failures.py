@@ -565,7 +565,7 @@ async def test_a_run_outlives_the_loss_of_its_only_engine(tmp_path: Path) -> Non
     engine = ScriptedEngine(free_running=True)
     h = Harness(tmp_path, "trainer.mode=sync", "trainer.failures.max_engine_failures=100000", engine=engine)
     h.client._pool._wait_timeout_s = 0.01
-    h.client._pool.fleet._limits = FleetLimits(backoff_s=0.05)
+    h.client._pool.fleet.limits = FleetLimits(backoff_s=0.05)
 
     def die(batch: GeneratorInput) -> None:
         if group_index_of(batch) == 13 and engine.calls.count("start") == 1:

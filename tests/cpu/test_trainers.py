@@ -267,7 +267,7 @@ class MortalEngine(ScriptedEngine):
 async def test_the_only_engine_may_die_during_a_weight_sync(tmp_path: Path, mode: str, phase: str) -> None:
     engine = MortalEngine(free_running=True)
     h = Harness(tmp_path, f"trainer.mode={mode}", engine=engine)
-    h.client._pool.fleet._limits = FleetLimits(backoff_s=0.0)
+    h.client._pool.fleet.limits = FleetLimits(backoff_s=0.0)
     h.client.supervisor.start()
 
     def dies(minibatch: Minibatch) -> None:

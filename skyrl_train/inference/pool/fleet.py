@@ -40,11 +40,13 @@ class FleetLimits:
         max_failed_probes: health probes in a row that an engine may miss before it counts as dead.
         max_restarts: restarts of a dead engine; further deaths are final. An engine that was healthy for ``stable_s`` seconds
             starts to count anew.
+        start_timeout_s: seconds that a restart, or the start of an added engine, may take.
         backoff_s: seconds before the first recovery (a restart, or catching up); they double up to ``max_backoff_s``.
     """
 
     max_failed_probes: int = 3
     max_restarts: int = 3
+    start_timeout_s: float = 1800.0  # an engine may compile for minutes
     backoff_s: float = 1.0
     max_backoff_s: float = 60.0
     stable_s: float = 300.0
@@ -68,12 +70,13 @@ class Fleet:
     """The engines by number. A transition that the diagram lacks raises ``ValueError``: it is a bug of the caller.
 
     Attributes:
+        limits: when an engine counts as dead, and how often and how fast it recovers.
         records: the state of each engine, by number. Only this class changes them.
     """
 
     def __init__(self, clock: Callable[[], float], limits: FleetLimits | None = None) -> None:
         self._clock = clock
-        self._limits = limits or FleetLimits()
+        self.limits = limits or FleetLimits()
         self.records: dict[int, EngineRecord] = {}
 
     def add(self, engine: int) -> None:
@@ -125,7 +128,7 @@ class Fleet:
         record = self.records[engine]
         # Probes in a row: one answer sets the counter back.
         record.failed_probes += 1
-        if record.failed_probes >= self._limits.max_failed_probes:
+        if record.failed_probes >= self.limits.max_failed_probes:
             self.died(engine, reason)
             return True
         if record.state is EngineState.HEALTHY:
@@ -140,7 +143,7 @@ class Fleet:
         self._move(engine, EngineState.DEAD, set(EngineState) - {EngineState.RETIRED}, reason)
         record.failed_probes = 0
         # Beyond the limit the death is final: if no other engine is left, waiting requests fail at once.
-        if record.recent_restarts < self._limits.max_restarts:
+        if record.recent_restarts < self.limits.max_restarts:
             self._schedule(record)
         else:
             record.recovery_at = None
@@ -179,7 +182,7 @@ class Fleet:
     def _schedule(self, record: EngineRecord) -> None:
         # Exponential backoff: an engine that cannot recover must not take the driver's time or the GPU's memory in a
         # loop.
-        delay = min(self._limits.backoff_s * 2**record.recent_recoveries, self._limits.max_backoff_s)
+        delay = min(self.limits.backoff_s * 2**record.recent_recoveries, self.limits.max_backoff_s)
         record.recent_recoveries += 1
         record.recovery_at = self._clock() + delay
 
@@ -192,7 +195,7 @@ class Fleet:
             now = self._clock()
             # A long healthy period ends a series of failures: the engine gets all its restarts again. An engine that hangs is
             # suspect or stale before it is dead, so this is looked at whenever it ceases to be healthy.
-            if record.state is EngineState.HEALTHY and now - record.since >= self._limits.stable_s:
+            if record.state is EngineState.HEALTHY and now - record.since >= self.limits.stable_s:
                 record.recent_restarts = record.recent_recoveries = 0
             record.state, record.since = to, now
         if reason:

@@ -197,10 +197,15 @@ class FleetUpdates:
     # Processes ----------------------------------------------------------------------------------------------------
 
     async def start_engine(self, number: int) -> None:
-        """Start the process of an engine as soon as the fleet is awake: until then its memory is the trainer's."""
+        """Start the process of an engine as soon as the fleet is awake: until then its memory is the trainer's.
+
+        Raises:
+            EngineError: it did not start in time.
+        """
         await self._awake.wait_open()
+        limit_s = self._pool.fleet.limits.start_timeout_s
         async with self._process_changes(number):
-            await self._pool.engines[number].start()
+            await self._in_time("start", number, self._pool.engines[number].start(), limit_s)
 
     async def end_engine(self, number: int) -> None:
         """End the process of an engine; it frees its memory. Idempotent."""
@@ -386,12 +391,16 @@ class FleetUpdates:
             first = next(iter({**outcome.alive_but_failed, **outcome.dead}.values()))
             raise WeightSyncError(f"{phase} failed on every engine: {first}") from first
 
-    async def _in_time(self, phase: str, number: int, call: Awaitable[None]) -> None:
+    async def _in_time(self, phase: str, number: int, call: Awaitable[None], limit_s: float | None = None) -> None:
+        limit_s = self._phase_timeout_s if limit_s is None else limit_s
+        timeout = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(self._phase_timeout_s):
+            async with timeout:
                 await call
         except TimeoutError:
-            raise EngineError(f"engine {number} did not {phase} within {self._phase_timeout_s:g} s") from None
+            if not timeout.expired():  # an error of the engine's own
+                raise
+            raise EngineError(f"engine {number} did not {phase} within {limit_s:g} s") from None
 
     async def _on_each(self, phase: str, call: PhaseCall, targets: Sequence[int] | None = None) -> PhaseOutcome:
         """Run one phase on ``targets`` concurrently. None: on all routed engines.
