@@ -113,7 +113,7 @@ class GradientAccumulator(ABC, Generic[M]):
         in ``<role>/skipped_nonfinite``. Metrics of several passes are averaged, this count is summed.
 
         Raises:
-            ConfigError: a sequence does not fit ``micro_batch_tokens``.
+            ConfigError: a sequence does not fit ``micro_batch_tokens``, or the schedule gives no learning rate.
             GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
             GrammarError: a response does not follow its grammar.
             ValueError: parts of a step were accumulated and neither finished nor discarded.
@@ -176,20 +176,12 @@ class GradientAccumulator(ABC, Generic[M]):
     def finish(self, step: int) -> dict[str, float]:
         """See :meth:`Training.finish`; :meth:`update` says when nothing moves."""
 
-        def accumulated() -> OpenStep:
+        def accumulated() -> tuple[OpenStep, float]:
             if self._open is None or self._open.step != step:
                 raise ValueError(f"step {step} has nothing accumulated, so it cannot be finished")
-            return self._open
+            return self._open, self._learning_rate(step)
 
-        opened = self._collectives.all_succeed(accumulated)
-        optimizer_config = self._config.policy.optimizer_config
-        rate = learning_rate(
-            step,
-            peak=optimizer_config.lr,
-            schedule=optimizer_config.scheduler,
-            num_warmup_steps=optimizer_config.num_warmup_steps,
-            total_steps=self._total_steps,
-        )
+        opened, rate = self._collectives.all_succeed(accumulated)
         try:
             statistics, denominators = self._collectives.all_reduce_statistics(opened.statistics, opened.denominators)
             metrics, scale = self._step_metrics(statistics, denominators)
@@ -210,6 +202,16 @@ class GradientAccumulator(ABC, Generic[M]):
             inputs, room = (sum(counts) for counts in zip(*opened.inputs, strict=True))
             metrics[f"{self.role}/micro_batch_fill"] = inputs / room
         return metrics
+
+    def _learning_rate(self, step: int) -> float:
+        optimizer_config = self._config.policy.optimizer_config
+        return learning_rate(
+            step,
+            peak=optimizer_config.lr,
+            schedule=optimizer_config.scheduler,
+            num_warmup_steps=optimizer_config.num_warmup_steps,
+            total_steps=self._total_steps,
+        )
 
     def discard(self) -> None:
         """See :meth:`Training.discard`."""

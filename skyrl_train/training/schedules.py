@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable
 
 from skyrl_train.algorithms.registry import Registry
+from skyrl_train.errors import ConfigError
+
+ROUNDING = 1e-6  # by which the factor of a schedule may be below 0
 
 # Maps the progress of the decay, in [0, 1), to the factor of the peak learning rate.
 SCHEDULES: Registry[Callable[[float], float]] = Registry("trainer.policy.optimizer_config.scheduler")
@@ -35,9 +38,18 @@ def learning_rate(step: int, *, peak: float, schedule: str, num_warmup_steps: in
 
     Warm-up rises linearly, ``peak * t / num_warmup_steps``: step 1 already learns. The decay starts at ``peak`` in the step
     after warm-up and would reach 0 in the step after the last, so every step of the run learns.
+
+    Raises:
+        ConfigError: the schedule is unknown, or its factor is no finite number of at least 0.
     """
     if step <= num_warmup_steps:
         return peak * step / num_warmup_steps
     decay_steps = max(total_steps - num_warmup_steps, 1)
     progress = min((step - 1 - num_warmup_steps) / decay_steps, 1.0)
-    return peak * SCHEDULES.get(schedule)(progress)
+    factor = SCHEDULES.get(schedule)(progress)
+    if not -ROUNDING <= factor < math.inf:  # so that NaN, which would reach every weight, is refused
+        raise ConfigError(
+            f"The learning-rate schedule {schedule!r} returned {factor} at the progress {progress:g}. Return a finite factor of "
+            "the peak rate, at least 0."
+        )
+    return peak * max(factor, 0.0)

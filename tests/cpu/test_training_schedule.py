@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.training.schedules import learning_rate
+from skyrl_train.training.schedules import SCHEDULES, learning_rate
 
 
 def rates(schedule: str, warmup: int, total: int) -> list[float]:
@@ -36,3 +36,18 @@ def test_every_step_learns_and_none_passes_the_peak(schedule: str, warmup: int, 
 def test_an_unknown_schedule_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"scheduler='cosinus' is unknown. Did you mean 'cosine'"):
         learning_rate(1, peak=1.0, schedule="cosinus", num_warmup_steps=0, total_steps=1)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, -0.1])
+def test_a_schedule_of_ones_own_gives_a_finite_factor_of_at_least_0(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    monkeypatch.setitem(SCHEDULES._entries, "own", lambda progress: factor)
+    assert rates("own", 4, 4) == [0.5, 1.0, 1.5, 2.0], "it is not asked during the warm-up"
+    with pytest.raises(ConfigError, match=f"'own' returned {factor} at the progress 0.5"):
+        learning_rate(3, peak=1.0, schedule="own", num_warmup_steps=0, total_steps=4)
+
+
+def test_a_factor_that_rounding_brings_below_0_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULES._entries, "own", lambda progress: -1e-17)
+    assert rates("own", 0, 2) == [0.0, 0.0]
