@@ -182,6 +182,14 @@ def test_a_call_without_arguments_has_none() -> None:
         assert "(f)" in text(renderer(OPEN), [ASK, {"role": "assistant", "tool_calls": [call]}])
 
 
+@pytest.mark.parametrize("arguments", ['{"of": "\\uD83D"}', '{"\\udc00": ["cats", "\\ud83d"]}'])
+def test_arguments_with_half_a_surrogate_pair_that_a_model_wrote_can_be_rendered(arguments: str) -> None:
+    function = {"name": "count", "arguments": arguments}
+    called = {**CALLED, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    assert "\ufffd" in text(renderer(OPEN), [ASK, called, RESULT])
+    assert "\ufffd" in text(chat_renderer(QWEN), [ASK, called, RESULT])
+
+
 def test_a_template_that_fails_is_rejected_with_its_own_words() -> None:
     with pytest.raises(ConfigError, match=r"refuses a conversation of \['user'\]"):
         renderer("{{ messages[0].content + 5 }}").render([ASK])

@@ -106,10 +106,15 @@ def _arguments(arguments: Any, where: str) -> dict[str, Any]:
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):
+        text = _text(arguments, where)
         try:
-            arguments = json.loads(_text(arguments, where))
+            arguments = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where} is not JSON: {error}.") from error
+        # A model may write half of a surrogate pair as an escape. No tokenizer can encode it, and its agent is not to blame.
+        if "\\ud" in text.lower():
+            plain = json.dumps(arguments, ensure_ascii=False)
+            arguments = json.loads(plain.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
     if not isinstance(arguments, Mapping):
         raise ConfigError(f"{where} must be a JSON object, got {type(arguments).__name__}.")
     return dict(arguments)
