@@ -124,6 +124,25 @@ async def test_a_seed_that_an_agent_sets_would_make_all_samples_of_a_group_alike
     assert await seeds([ask([1], fixed)], seed=None) == {((1,), 0): [1]}
 
 
+@pytest.mark.parametrize("agents_choose", [False, True])
+async def test_a_request_that_names_an_adapter_is_sampled_as_it_asks(agents_choose: bool) -> None:
+    engines = Engines()
+    sampling = RunSampling(engines, agents_choose=agents_choose)
+    session = sampling.sessions["s"] = SessionSampling(RUN, 5, "p@0_1")
+    asked = SamplingParams(max_tokens=100, temperature=0.0, stop=("x",), seed=8)
+    judged = replace(ask([1, 2], asked), adapter="judge")
+    await sampling.complete(judged)
+    await sampling.complete(replace(judged, params=replace(asked, seed=None)))
+    first, second = engines.requests
+    assert first == replace(judged, session_id="p@0_1")
+    assert replace(second.params, seed=8) == asked and second.params.seed is not None
+    assert session.overridden == 0
+    engines.error = NoEngineError("gone")
+    with pytest.raises(NoEngineError):
+        await sampling.complete(judged)
+    assert session.engine_error is engines.error, "the engines are at fault here too, not the agent"
+
+
 async def test_requests_of_other_sessions_pass_as_they_are() -> None:
     engines = Engines()
     sampling = RunSampling(engines)

@@ -167,6 +167,7 @@ async def test_what_an_adapter_samples_is_no_data_of_the_policy(streamed: bool) 
                 assert (await world.http.post(path, json=body, headers=bearer(key))).status_code == 200
         asked_of = [request.get("adapter") for request in world.engine.requests]
         assert asked_of == [None, "judge", None, "judge"]
+        assert all(request["session_ids"] == [name] for request in world.engine.requests), "they stay on one engine"
         statistics = (await world.http.get(f"/v1/sessions/{name}", headers=bearer(key))).json()
         assert (statistics["turns"], statistics["sampled_tokens"]) == (2, 6)
 

@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,8 @@ class ChatGeneration:
         self._call = call
         self._request = gateway.chat_request(call.model, call.request)
         self._session = _recording_session(session, self._request.adapter)
+        if session is not None and self._session is None:
+            self._request = replace(self._request, session_id=session.id)
         self._context = context
         self.formatter = call.stream(context)
 
@@ -158,8 +161,8 @@ class CompletionGeneration:
         gateway.check_params(call.params, "logprobs", call.grammar_field)
         fill = isinstance(call, generate.GenerateCall) and call.fill_context
         run = partial(CompletionRun, gateway.client, gateway.service.generation, call.prompts, call.params, adapter)
-        recording = _recording_session(session, adapter)
-        self._start = partial(run, recording, fill_context=fill, grammar_field=call.grammar_field)
+        recording, session_id = _recording_session(session, adapter), None if session is None else session.id
+        self._start = partial(run, recording, session_id, fill_context=fill, grammar_field=call.grammar_field)
         self._context = context
         self.formatter = call.stream(context)
 

@@ -24,7 +24,7 @@ from skyrl_train.runtime.seeds import derive_seed
 RUN_FIELDS = ("temperature", "top_p", "top_k", "min_p", "adjustment")  # the run decides these
 _DEFAULTS = SamplingParams()  # the values of fields that a request leaves out
 
-_RequestKey = tuple[int, int]  # digest of the prompt, number of the choice; equal for repetitions of a request
+_RequestKey = tuple[int, int, str | None]  # digest of the prompt, choice, adapter; equal for repetitions of a request
 
 
 @dataclass(slots=True)
@@ -80,7 +80,8 @@ class RunSampling:
     | grammar | the request |
     | session | the trajectory |
 
-    Requests of other sessions or without a session pass unchanged.
+    Requests of other sessions or without a session pass unchanged. A request that names a LoRA adapter is not the policy's: it is
+    sampled as it asks, under the trajectory's name.
 
     Args:
         agents_choose: temperature, filters and seed of a request apply where they differ from the API's defaults.
@@ -134,20 +135,21 @@ class RunSampling:
     def _as_configured(
         self, request: GenerationRequest, session: SessionSampling, key: _RequestKey
     ) -> GenerationRequest:
-        params, differs = run_params(
-            request.params,
-            session.run,
-            agents_choose=self._agents_choose,
-            exact_grammars=self.capabilities.grammar_continuation,
-        )
-        session.overridden += differs
-        seed = request.params.seed
+        params, seed, is_policy = request.params, request.params.seed, request.adapter is None
+        if is_policy:
+            params, differs = run_params(
+                request.params,
+                session.run,
+                agents_choose=self._agents_choose,
+                exact_grammars=self.capabilities.grammar_continuation,
+            )
+            session.overridden += differs
         if session.seed is not None:
             # From the trajectory's seed, the prompt and the number of equal requests before, so that it does not depend on
             # the order of concurrent requests with different prompts. Two equal requests get two different samples.
             derived = derive_seed(session.seed, key[0], session.repetitions[key])
             session.repetitions[key] += 1
-            if seed is None or not self._agents_choose:
+            if seed is None or (is_policy and not self._agents_choose):
                 seed = derived
         return replace(request, params=replace(params, seed=seed), session_id=session.known_as or request.session_id)
 
@@ -184,4 +186,4 @@ def run_params(
 
 def _request_key(request: GenerationRequest) -> _RequestKey:
     digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "big"), request.choice
+    return int.from_bytes(digest, "big"), request.choice, request.adapter

@@ -210,7 +210,7 @@ class ChatService:
     async def _plan_turn(self, request: ChatRequest, session: RecordingSession | None) -> _PlannedTurn:
         plan, tools = await self._plan_prompt(request, session)
         limit = self.generation.max_tokens_of(request.session_id if session is None else session.id)
-        if limit is not None:  # what is asked for beyond it need not fit the context
+        if limit is not None and request.adapter is None:  # what is asked for beyond it need not fit the context
             params = dataclasses.replace(request.params, min_tokens=min(request.params.min_tokens, limit))
             max_tokens = None if request.max_tokens is None else min(request.max_tokens, limit)
             request = dataclasses.replace(request, params=params, max_tokens=max_tokens)

@@ -323,7 +323,7 @@ class CompletionRun:
         if self._params.structured is not None and self._client.capabilities.grammar_continuation:
             await check_grammar(self._params.structured, self._grammar_field)
         asked, limit = self._params, self._generation.max_tokens_of(self._session_id)
-        if limit is not None:  # what is asked for beyond it need not fit the context
+        if limit is not None and self._adapter is None:  # what is asked for beyond it need not fit the context
             most, fewest = min(asked.max_tokens, limit), min(asked.min_tokens, limit)
             asked = dataclasses.replace(asked, max_tokens=most, min_tokens=fewest)
         least = 1 if self._fill_context else asked.max_tokens  # of each response
