@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from skyrl_train.config import derive
 from skyrl_train.config.keys import changed
 from skyrl_train.config.schema import (
+    DynamicSampling,
     FSDPConfig,
     KlControlType,
     ProximalPolicy,
@@ -32,6 +33,23 @@ REWARD = "rollout.stages.reward"
 
 # Settings of trainer.fsdp that also describe the workers of a reference policy.
 _SHARED_WITH_REFERENCE_WORKERS = ("cpu_offload", "reshard_after_forward", "environment", "start_timeout_s")
+
+# Settings of trainer.algorithm, and of its off_policy_correction, that some losses and weights of this library read. A user's
+# function may read any of them.
+_READ_BY_LOSSES = {
+    "eps_clip_low": derive.CLIPPED_LOSSES,
+    "eps_clip_high": derive.CLIPPED_LOSSES,
+    "clip_ratio_c": ("dual_clip",),
+    **{name: (name,) for name in ("cispo", "sapo", "clip_cov", "kl_cov")},
+}
+_LOSSES = {*derive.CLIPPED_LOSSES, "cispo", "sapo", "kl_cov", "importance_sampling"}
+_READ_BY_WEIGHTS = {
+    "token_tis_ratio_clip_high": ("token",),
+    "sequence_tis_ratio_clip_high": ("sequence", "geometric"),
+    "icepop_ratio_low": ("icepop",),
+    "icepop_ratio_high": ("icepop",),
+}
+_WEIGHTS = {None, "token", "sequence", "geometric", "icepop"}
 
 Warnings = Iterator[str]  # one per setting, or per group of settings, that has no effect in this configuration
 
@@ -107,6 +125,53 @@ def _loss(config: RunConfig) -> Warnings:
         yield (
             f"{ALGORITHM}.kl_ctrl.type=adaptive without a KL term: there is no coefficient to adapt. Set kl_loss_coef or "
             "kl_reward_coef to its initial value, or kl_ctrl.type=fixed."
+        )
+
+
+def _bounds(config: RunConfig) -> Warnings:
+    """Parameters of losses and weights that the run does not have."""
+    algorithm, correction = config.trainer.algorithm, config.trainer.algorithm.off_policy_correction
+    for section, key, choice, chosen, readers, known in (
+        (algorithm, ALGORITHM, "policy_loss_type", algorithm.policy_loss_type, _READ_BY_LOSSES, _LOSSES),
+        (correction, CORRECTION, "tis_ratio_type", correction.tis_ratio_type, _READ_BY_WEIGHTS, _WEIGHTS),
+    ):
+        for name in changed(section):
+            if chosen in known and chosen not in readers.get(name, (chosen,)):
+                yield (
+                    f"{key}.{name} with {choice}={chosen}, which does not read it. Set {key}.{choice}="
+                    f"{' or '.join(readers[name])}, or leave it out."
+                )
+
+
+def _shaping(config: RunConfig) -> Warnings:
+    """Parameters of KL terms, filters and penalties that are off."""
+    algorithm = config.trainer.algorithm
+    estimates = derive.needs_reference(algorithm) or algorithm.policy_loss_type not in _LOSSES
+    if "kl_estimator_type" in changed(algorithm) and not estimates:
+        yield (
+            f"{ALGORITHM}.kl_estimator_type={algorithm.kl_estimator_type} without a KL term: nothing is estimated. Set "
+            f"{ALGORITHM}.kl_loss_coef or kl_reward_coef above 0, or leave it out."
+        )
+    unused = [f"{ALGORITHM}.kl_ctrl.{name}" for name in changed(algorithm.kl_ctrl)]
+    if unused and algorithm.kl_ctrl.type is KlControlType.fixed:
+        yield (
+            f"{', '.join(unused)} with kl_ctrl.type=fixed, which adapts no coefficient. Set {ALGORITHM}.kl_ctrl.type=adaptive, "
+            "or leave it out."
+        )
+    if "max_filtered_share" in changed(algorithm) and algorithm.dynamic_sampling is not DynamicSampling.filter:
+        yield (
+            f"{ALGORITHM}.max_filtered_share={algorithm.max_filtered_share} with dynamic_sampling={algorithm.dynamic_sampling}, "
+            "which filters nothing. Set dynamic_sampling=filter, or leave it out."
+        )
+    if algorithm.zero_variance_filter and algorithm.dynamic_sampling is DynamicSampling.filter:
+        yield (
+            f"{ALGORITHM}.zero_variance_filter=true with dynamic_sampling=filter: no group without signal is left that it could "
+            "mask. Leave one of them out."
+        )
+    if "penalty_factor" in changed(algorithm.overlong) and algorithm.overlong.buffer_len == 0:
+        yield (
+            f"{ALGORITHM}.overlong.penalty_factor={algorithm.overlong.penalty_factor:g} with overlong.buffer_len=0: there is no "
+            "penalty. Set overlong.buffer_len, the last tokens over which it grows, or leave it out."
         )
 
 
@@ -333,6 +398,8 @@ def _engines(config: RunConfig) -> Warnings:
 RULES: tuple[Callable[[RunConfig], Warnings], ...] = (
     _schedule,
     _loss,
+    _bounds,
+    _shaping,
     _advantages,
     _correction,
     _training_workers,

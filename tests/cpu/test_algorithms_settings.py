@@ -68,12 +68,38 @@ def test_settings_that_cannot_work_are_errors(settings: list[str], remedy: str) 
         ([f"{RULES}=[{{statistic:k3}}]"], "Set low, high, or both"),
         (["off_policy_correction.baseline_without_rejected=true"], "overlong.filter=true"),
         (["kl_ctrl.type=adaptive"], "kl_ctrl.type=fixed"),
+        (["kl_ctrl.horizon=5"], "kl_ctrl.type=adaptive"),
+        (["kl_estimator_type=k2"], "kl_reward_coef above 0"),
+        (["max_filtered_share=0.5", "dynamic_sampling=replace"], "dynamic_sampling=filter"),
+        (["zero_variance_filter=true", "dynamic_sampling=filter"], "Leave one of them out"),
+        (["overlong.penalty_factor=2"], "Set overlong.buffer_len"),
+        (["clip_ratio_c=5"], "clip_ratio_c with policy_loss_type=ppo_clip.*policy_loss_type=dual_clip"),
+        (["cispo.cispo_eps_clip_high=3"], "cispo with .*policy_loss_type=cispo"),
+        (["policy_loss_type=sapo", "eps_clip_low=0.1"], "eps_clip_low .*policy_loss_type=ppo_clip or dual_clip"),
+        (["off_policy_correction.icepop_ratio_low=0.1"], "tis_ratio_type=token.*tis_ratio_type=icepop"),
+        (
+            ["off_policy_correction.tis_ratio_type=icepop", "off_policy_correction.sequence_tis_ratio_clip_high=2"],
+            "tis_ratio_type=sequence or geometric",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_a_warning(settings: list[str], remedy: str) -> None:
     keys = [s if s.startswith(("trainer.", "generator.")) else f"trainer.algorithm.{s}" for s in settings]
     found = validate(compose("quickstart", keys))
     assert found.errors == [] and any(re.search(remedy, warning) for warning in found.warnings), found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["policy_loss_type=clip_cov", "eps_clip_low=0.1", "clip_cov.clip_ratio=0.1"],
+        ["policy_loss_type=own.py:loss", "clip_ratio_c=5", "sapo.tau_neg=2", "kl_estimator_type=k2"],
+        ["off_policy_correction.tis_ratio_type=geometric", "off_policy_correction.sequence_tis_ratio_clip_high=2"],
+        ["off_policy_correction.tis_ratio_type=own.py:weights", "off_policy_correction.icepop_ratio_low=0.1"],
+    ],
+)
+def test_what_a_loss_or_a_weight_reads_or_may_read_has_an_effect(settings: list[str]) -> None:
+    assert validate(compose("quickstart", [f"trainer.algorithm.{each}" for each in settings])).warnings == []
 
 
 def test_an_unknown_statistic_is_refused_by_its_name() -> None:
