@@ -224,8 +224,9 @@ def _to_run_config(composed: DictConfig, where: str) -> RunConfig:
     return config
 
 
-def _at_home(path: str | None) -> str | None:
-    return str(Path(path).expanduser()) if path is not None and path.startswith("~/") else path
+def _at_home(path: Any) -> Any:
+    # Rows in the place of a file, and other values that are no paths, are an error later, which names them.
+    return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~/") else path
 
 
 def _locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
