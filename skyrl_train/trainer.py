@@ -174,6 +174,7 @@ class PPOTrainer:
         self.reports = StepReports(
             components.reporter, components.client, self.rollout, components.clock, components.training_flops
         )
+        self._reported = 0  # the last step that has its row of metrics
         self._earlier_scores: dict[int, float] = {}  # by step, as the checkpoint has them that the run resumed from
         self._started = False
 
@@ -185,8 +186,8 @@ class PPOTrainer:
         Consumes batches; waits for groups, updates and weight syncs; unblocked by ``changed``; produces policy versions.
 
         Raises:
-            Exception: the first error of any part of the run. The finished steps are saved, except after a failed update:
-                the weights are in doubt then, and the previous checkpoint stands.
+            Exception: the first error of any part of the run. The finished steps are saved, except after a failed update,
+                when the weights are in doubt, or if one of them cannot be reported: the previous checkpoint stands.
             CheckpointError: a checkpoint could not be written; the previous one is untouched.
             NonFiniteStepsError: too many steps were skipped; the checkpoint from before them stands.
         """
@@ -452,6 +453,7 @@ class PPOTrainer:
         """Write the step's metrics and samples and refresh the screen."""
         trained.metrics.update(self.saving.disk)
         self.reports.write(self.global_step, trained, checkpoint_step=self.saving.step)
+        self._reported = self.global_step
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -486,6 +488,9 @@ class PPOTrainer:
         """Save what is trained before ``error`` ends the run. A failure to do so becomes a note of ``error``."""
         # Before the start nothing is trained; after a failed update the weights may have half of a step.
         if self.training.weights_in_doubt or not self._started:
+            return
+        if self._reported < self.global_step:  # after a resume, nothing would report its prompts
+            error.add_note(f"Step {self.global_step} has no row of metrics, so it is not saved: it is trained again.")
             return
         if isinstance(error, GeneratorOutputError):
             # Training would reject these groups after each resume, whatever becomes of the generator.
@@ -528,7 +533,7 @@ class PPOTrainer:
         state, groups = await asyncio.to_thread(read_rollout_state, folder)
         replay_cache = await asyncio.to_thread(read_replay_cache, folder) if self.config.rollout.replay else []
         await self.training.run(self.components.backend.load, folder / POLICY_FOLDER)
-        self.global_step = state["global_step"]
+        self.global_step = self._reported = state["global_step"]
         await self.rollout.restore(state, groups, replay_cache, next_step=self.global_step + 1)
         self.saving.step = self.global_step
         # Checkpoints of earlier versions have no such entries.

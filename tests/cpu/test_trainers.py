@@ -6,8 +6,9 @@ import asyncio
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from skyrl_train.errors import (
     EngineError,
     GeneratorOutputError,
     RolloutError,
+    SkyRLError,
     WeightSyncError,
 )
 from skyrl_train.inference.pool.fleet import FleetLimits
@@ -482,6 +484,25 @@ async def test_rows_are_on_the_disk_before_a_checkpoint_of_their_steps_is(
     await h.train()
     assert [step for step, _ in checkpoints] == [3, 6, 8]
     assert all(step <= on_disk for step, on_disk in checkpoints)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_step_without_a_row_of_metrics_is_trained_again(tmp_path: Path, mode: str) -> None:
+    h = Harness(tmp_path, f"trainer.mode={mode}", "trainer.ckpt_interval=2")
+    append = h.run_folder.metrics.append
+
+    def full_disk(row: Mapping[str, Any]) -> None:
+        if row["step"] == 4:
+            raise SkyRLError("Cannot write metrics.jsonl: No space left on device")
+        append(row)
+
+    h.run_folder.metrics.append = full_disk  # type: ignore[method-assign]
+    with pytest.raises(SkyRLError, match="No space left") as told:
+        await h.train()
+    assert told.value.__notes__ == ["Step 4 has no row of metrics, so it is not saved: it is trained again."]
+    resumed = Harness(tmp_path, f"trainer.mode={mode}")
+    await resumed.train()
+    assert [row["step"] for row in resumed.rows] == list(range(1, 9)) and sorted(resumed.trained) == list(range(32))
 
 
 async def test_a_failed_checkpoint_ends_the_run_and_leaves_the_previous_one(tmp_path: Path) -> None:
