@@ -63,9 +63,17 @@ _UNSUPPORTED = {"steps", "environment.tpu", "environment.gpus", "environment.mcp
 _DOCKER = "docker"
 _MAX_COMMAND_BYTES = 100_000  # the kernel takes 131,071 in one argument
 _MAX_REWARD_BYTES = 1_000_000
+_HALF_OUTPUT_BYTES = 2 << 20  # of an output, from its beginning and its end, that leaves a container
+# Runs the command $2 for $1 seconds. Its output goes through a file without a name: "docker exec" would wait for a background
+# process that has inherited its streams. timeout kills the command's group, in which this shell is not.
+_IN_CONTAINER = (
+    'out=$(mktemp || mktemp -p /dev/shm) && exec 2>/dev/null 3>"$out" 4<"$out" && rm "$out" || exit 126; '
+    """timeout -s KILL "$1" bash -c 'eval "$1"' task "$2" </dev/null >&3 2>&1 3>&- 4<&-; code=$?; """
+    f"head -c {_HALF_OUTPUT_BYTES} <&4; tail -c {_HALF_OUTPUT_BYTES} <&4; exit $code"
+)
 _LOGGED_CHARACTERS = 4000  # of what the tests wrote, from its end
 # An episode also waits for the policy, for any time. Where nothing removes its container, that ends so long after its start.
-_LIFE_S = 7 * 24 * 3600
+_LIFE_S = 24 * 3600
 
 # Tasks -------------------------------------------------------------------------------------------------------------
 
@@ -395,9 +403,8 @@ class DockerContainer(Container):
     """
 
     _images: ClassVar[dict[Path, str]] = {}
-    _keeper: ClassVar[tuple[str, subprocess.Popen[bytes]] | None] = (
-        None  # the label of this process's containers, and who removes them
-    )
+    # The label of this process's containers, and the process that removes them.
+    _keeper: ClassVar[tuple[str, subprocess.Popen[bytes]] | None] = None
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, task: Task) -> None:
@@ -430,11 +437,8 @@ class DockerContainer(Container):
     def _run(self, command: str, timeout_s: float, variables: Mapping[str, str]) -> CommandResult:
         where = [] if self.task.workdir is None else ["--workdir", self.task.workdir]
         given = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
-        # Killed inside: the end of the client alone would leave the command running. Both streams into one, in their order.
-        words = [
-            *("timeout", "-s", "KILL", str(math.ceil(timeout_s))),
-            *("bash", "-c", 'exec 2>&1; eval "$1"', "task", command),
-        ]
+        # Killed inside: the end of the client alone would leave the command running.
+        words = ["bash", "-c", _IN_CONTAINER, "task", str(math.ceil(timeout_s)), command]
         began = time.monotonic()
         try:
             ended = subprocess.run(
@@ -450,10 +454,10 @@ class DockerContainer(Container):
         if ended.returncode and ended.stderr.startswith(b"Error"):
             reason = ended.stderr.decode(errors="replace").strip()
             raise RolloutError(f"{self.task.folder}: the container is lost: {reason[-500:]}")
-        # timeout itself ends with 137 after the signal, or 124.
-        code = 124 if ended.returncode in (124, 137) else ended.returncode
-        output = (ended.stdout + ended.stderr).decode(errors="replace")
-        return CommandResult(output, code, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        # timeout itself ends with 137 after the signal. So does a command that the kernel ended for its memory.
+        code = 124 if ended.returncode == 137 and seconds >= timeout_s else ended.returncode
+        return CommandResult((ended.stdout + ended.stderr).decode(errors="replace"), code, seconds)
 
     def add_tests(self) -> None:
         self.run("rm -rf /tests; mkdir /tests", self.task.tests_s)

@@ -385,6 +385,27 @@ def test_a_container_outlives_no_trainer_and_ends_at_its_close(tmp_path: Path, d
     assert sum(f"--label {label} " in call for call in calls) == 2, "all containers of this process have it"
 
 
+def test_a_command_with_a_background_process_returns_at_its_own_end(tmp_path: Path, docker: Path) -> None:
+    container = open_container(write(tmp_path / "task"), "docker")
+    started = container.run("mkfifo pipe; cat pipe & echo out; echo err >&2; exit 3", 60)
+    assert (started.output, started.exit_code) == ("out\nerr\n", 3)
+    (tmp_path / "root" / "app" / "pipe").write_text("")  # its reader ends
+    container.close()
+
+
+def test_the_output_of_a_command_is_bounded_and_keeps_its_ends(
+    tmp_path: Path, docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = task_folders._IN_CONTAINER.replace(str(task_folders._HALF_OUTPUT_BYTES), "6")
+    monkeypatch.setattr(task_folders, "_IN_CONTAINER", script)
+    container = open_container(write(tmp_path / "task"), "docker")
+    assert container.run("seq 1000", 60).output == "1\n2\n3\n\n1000\n"
+    assert container.run("echo 1234567", 60).output == "1234567\n"
+    assert container.run("echo begun; sleep 1000", 0.5).exit_code == 124
+    assert container.run("kill -KILL $$", 60).exit_code == 137
+    container.close()
+
+
 def test_a_container_that_is_lost_fails_the_rollout_and_is_no_output(tmp_path: Path, docker: Path) -> None:
     episode = environment(write(tmp_path / "task"), container="docker")
     assert episode.step("```bash\ncat absent; exit 1\n```")["observations"][0]["content"].endswith("[exit code 1]")
