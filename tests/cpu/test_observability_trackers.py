@@ -435,12 +435,15 @@ from skyrl_train.observability.trackers.feed import TrackerFeed
 
 run, name, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 row = {"group_index": 3, "sample": 0, "reward": 0.5, "lag": 1, "stop_reason": "stop", "chosen": "first", "prompt": text}
+odd = dict.fromkeys(["environment/", "environment//a/../b c", "environment/" + 300 * "x"], 1.0)  # by a user's environment
 for resumed, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-    feed = TrackerFeed(run, compose("quickstart", [f"trainer.trackers=[{name}]"]))
+    config = compose("quickstart", [f"trainer.trackers=[{name}]"])
+    config.trainer.policy.optimizer_config.lr_multipliers = {"/layers//0/": 0.5}
+    feed = TrackerFeed(run, config)
     feed.begin(resumed, lambda note: print("NOTE", note, flush=True))
     for step in steps:
         lags = {"staleness/histogram/0": 3.0, "staleness/histogram/2": 1.0}
-        feed.log(step, {"reward/mean": resumed + step / 10, "loss/policy": float("nan"), **lags})
+        feed.log(step, {"reward/mean": resumed + step / 10, "loss/policy": float("nan"), **lags, **odd})
         feed.log_samples("train", step, [{**row, "response": f"answer {step}"}])
     feed.log(2, {"eval/pass@1": 0.25})
     if resumed:

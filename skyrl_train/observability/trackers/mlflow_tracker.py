@@ -16,7 +16,7 @@ from skyrl_train.config.schema import RunConfig
 from skyrl_train.observability.trackers.tracker import PROJECT, Tracker, flat_config, kept_id, run_name
 
 _CALL = 100  # parameters in one call, which is MLflow's limit
-_MAX_VALUE = 6000  # characters
+_MAX_NAME, _MAX_VALUE = 250, 6000  # characters
 
 
 class MlflowTracker(Tracker):
@@ -56,5 +56,6 @@ class MlflowTracker(Tracker):
 
 
 def _name(name: str) -> str:
-    """Return a name of the characters that MLflow takes."""
-    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+    """Return a name that MLflow takes: of certain characters, not too long, and a path that is no other path's name."""
+    parts = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_")).split("/")
+    return "/".join(part for part in parts if part not in ("", ".", ".."))[:_MAX_NAME].rstrip("/") or "_"
