@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -29,6 +30,7 @@ from skyrl_train.entrypoints.command_line import main
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run_folder import EVALUATIONS, METRICS, SAMPLES, RunFolder
 from skyrl_train.observability.trackers import feed as feeding
+from skyrl_train.observability.trackers.backfill import send_run
 from skyrl_train.observability.trackers.feed import TrackerFeed, register_tracker, tracker_factory, tracker_names
 from skyrl_train.observability.trackers.tracker import (
     MAX_TEXT,
@@ -382,6 +384,27 @@ def test_a_run_is_sent_afterwards_in_the_order_of_its_steps(tmp_path: Path, caps
     assert Recorder.made[-1].folder == tmp_path / "elsewhere" / "killed-1" / "logs" / "Recorder"
 
 
+def test_a_long_run_is_sent_without_all_its_rows_in_memory(tmp_path: Path) -> None:
+    class Counting(Tracker):
+        steps = 0
+
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            self.steps += 1
+            assert (step, metrics) == (self.steps, {"reward/mean": 0.5})
+
+        def close(self) -> None:
+            pass
+
+    row = '{"step": %d, "reward/mean": 0.5, "group_indices": [%s1]}\n'
+    (tmp_path / METRICS).write_text("".join(row % (step, "1, " * 3000) for step in range(1, 801)))
+    tracker = Counting()
+    tracemalloc.start()
+    send_run(tmp_path, tracker)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert tracker.steps == 800 and (tmp_path / METRICS).stat().st_size > 7_000_000 > 10 * peak
+
+
 def test_a_run_that_cannot_be_sent_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RecordedRun(tmp_path / "run-1", steps=1).path
     for arguments, message in (
@@ -431,6 +454,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from skyrl_train.config.compose import compose
+from skyrl_train.observability.trackers.backfill import send_run
 from skyrl_train.observability.trackers.feed import TrackerFeed
 
 run, name, text = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
