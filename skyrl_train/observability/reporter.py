@@ -27,6 +27,7 @@ from skyrl_train.observability.screen import (
     make_view,
     spinner,
     start_up_line,
+    visible,
 )
 from skyrl_train.observability.trackers.feed import NO_TRACKERS, TrackerFeed
 from skyrl_train.types import RolloutGroup
@@ -173,7 +174,7 @@ class Reporter:
         if samples:
             self._folder.samples.write("eval", step, functools.partial(self._rows, "eval", step, samples, decode))
         self._trackers.log(step, metrics)
-        self._evaluation = headline.removeprefix("evaluation of ")
+        self._evaluation = visible(headline.removeprefix("evaluation of "))
         self.note(headline)
 
     def sync(self) -> None:
@@ -237,6 +238,7 @@ class Reporter:
     def note(self, text: str) -> None:
         """Show a line on the screen."""
         self._folder.events.record("note", text=text)
+        text = visible(text)  # it may have the name of a user's prompt
         view = self._view  # another thread may close it meanwhile
         if view is not None:
             view.note(text)

@@ -231,12 +231,13 @@ class RunPanel:
         step, saved = progress.step, ""
         if report is not None and report.checkpoint_step is not None:
             saved = f"checkpoint: step {report.checkpoint_step}, "
+        counter = f"step {step}/{progress.total_steps}"
         top = Table.grid(expand=True, padding=(0, 1))
-        top.add_column(no_wrap=True)
+        top.add_column(no_wrap=True, min_width=len(counter))  # in a narrow terminal, the rest of the line is cut
         top.add_column(ratio=1)
         top.add_column(no_wrap=True, justify="right")
         top.add_row(
-            f"step {step}/{progress.total_steps}",
+            counter,
             ProgressBar(total=progress.total_steps, completed=step),
             f"{saved}{duration(progress.elapsed_s)} gone, {duration(progress.remaining_s)} to go",
         )

@@ -325,6 +325,31 @@ def test_a_reason_cannot_steer_the_terminal() -> None:
     )
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_name_of_a_prompt_cannot_steer_the_terminal(tmp_path: Path, terminal: bool) -> None:
+    console, raw = console_of(terminal=terminal)
+    config = RunConfig()
+    config.trainer.trackers = []
+    with closing(RunFolder(tmp_path, config)) as folder:
+        reporter = Reporter(config, folder, console, 10)
+        reporter.begin(0)
+        reporter.attempt_failed("\x1b]0;title\x07@3", "it raised")
+        reporter.evaluated(1, {}, {}, "evaluation of version 1: \u202e\x1b[2J")
+        reporter.close()
+    shown = raw.getvalue().decode()
+    assert r"\x1b]0;title\x07@3" in shown and r"\u202e\x1b[2J" in shown
+    assert not any(text in shown for text in ("\x1b]", "\x07", "\u202e", "\x1b[2J"))
+
+
+def test_the_step_is_legible_in_a_narrow_terminal() -> None:
+    console, raw = console_of(terminal=True)
+    console.width = 40
+    view = make_view(console, 100_000, "quickstart", clock=ManualClock())
+    view.update(dataclasses.replace(REPORT, step=12_345, checkpoint_step=12_300))
+    view.close()
+    assert "step 12345/100000" in raw.getvalue().decode()
+
+
 def test_the_first_failure_is_on_the_screen_at_once_and_the_others_are_counted(tmp_path: Path) -> None:
     console, raw = console_of(terminal=False)
     config = RunConfig()
