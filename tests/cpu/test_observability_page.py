@@ -117,6 +117,24 @@ def test_the_row_of_a_run_tells_its_last_step(tmp_path: Path) -> None:
     assert row["curve"][0] == [1, 0.01] and row["curve"][-1] == [100, 1.0]
 
 
+def test_the_list_of_runs_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ended", "trains"):
+        write_metrics(tmp_path / name, [{"step": 1, "reward/mean": 0.5}])
+    runs, read, spread_rows = RunsFolder(tmp_path), [], folders.spread_rows
+
+    def reading(path: Path, count: int) -> list[dict[str, Any]]:
+        read.append(path.parent.name)
+        return spread_rows(path, count)
+
+    monkeypatch.setattr(folders, "spread_rows", reading)
+    assert {row["name"]: row["step"] for row in runs.rows()} == {"ended": 1, "trains": 1}
+    assert sorted(read) == ["ended", "trains"]
+    with (tmp_path / "trains" / METRICS).open("a") as file:
+        file.write('{"step": 2}\n')
+    assert {row["name"]: row["step"] for row in runs.rows()} == {"ended": 1, "trains": 2}
+    assert read[2:] == ["trains"]
+
+
 def test_rows_of_many_groups_are_found(tmp_path: Path) -> None:
     rows = [{"step": step, "group_indices": list(range(step * 20_000, (step + 1) * 20_000))} for step in range(1, 5)]
     write_metrics(tmp_path, rows, tail='{"step": 5, "gro')

@@ -98,8 +98,6 @@ class RunsFolder:
         """Return what the list of runs and the header of a run show, from a few reads of small parts of its files."""
         path = self.path(name)
         config = read_settings(self.file(name, CONFIG))
-        rows = spread_rows(self.file(name, METRICS), 40)
-        last = rows[-1] if rows else {}
         written = last_write(path)
         # Files from the future were written before a clock was set back.
         state = "live" if -MAX_AHEAD_S < time.time() - written < LIVE_S else "silent"
@@ -114,14 +112,33 @@ class RunsFolder:
             "state": state,
             "written": written,
             "mode": str(setting_of(config, "trainer.mode") or ""),
-            "step": last.get("step", 0),
             "total_steps": setting_of(config, "trainer.max_steps"),
-            "began": rows[0].get("time") if rows else None,
-            "elapsed_s": last.get("elapsed_s"),
-            "reward": last.get("reward/mean"),
-            "tokens": last.get("inference/generated_tokens_total"),
-            "curve": [[row["step"], row.get("reward/mean")] for row in rows],
+            **_course(self.file(name, METRICS)),
         }
+
+
+def _course(metrics: Path) -> dict[str, Any]:
+    """Return the last figures of a run and the curve of its reward."""
+    try:
+        stat = metrics.stat()
+    except OSError:
+        return _course_of(metrics, 0, 0, 0)
+    return _course_of(metrics, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(1000)
+def _course_of(metrics: Path, inode: int, size: int, mtime_ns: int) -> dict[str, Any]:
+    # A list of hundreds of runs, most of which have ended, is asked for every few seconds.
+    rows = spread_rows(metrics, 40)
+    last = rows[-1] if rows else {}
+    return {
+        "step": last.get("step", 0),
+        "began": rows[0].get("time") if rows else None,
+        "elapsed_s": last.get("elapsed_s"),
+        "reward": last.get("reward/mean"),
+        "tokens": last.get("inference/generated_tokens_total"),
+        "curve": [[row["step"], row.get("reward/mean")] for row in rows],
+    }
 
 
 def no_such_run(*paths: Path) -> NoSuchRunError:
