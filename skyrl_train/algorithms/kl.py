@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from skyrl_train.algorithms.registry import Registry
-from skyrl_train.algorithms.tokens import MAX_LOG_RATIO
+from skyrl_train.algorithms.registry import Registry, called_by_setting
+from skyrl_train.algorithms.tokens import MAX_LOG_RATIO, require_per_token
 from skyrl_train.config.schema import AlgorithmConfig, KlControlType
+from skyrl_train.errors import ConfigError
 from skyrl_train.runtime.lazy_torch import torch
 
 MAX_ERROR = 0.2  # bound on the relative error that one step reacts to
@@ -60,11 +61,17 @@ def kl_penalties(
 
     The first policy is the one that sampled the token, whichever version it was: nothing else is unbiased in an asynchronous
     run.
+
+    Raises:
+        ConfigError: the estimator, which may be the user's, raised or did not return one number per token.
     """
-    estimate = KL_ESTIMATORS.get(config.kl_estimator_type)
-    values = estimate(
-        torch.tensor(behaviour_logprobs, dtype=torch.float64), torch.tensor(reference_logprobs, dtype=torch.float64)
-    )
+    key, name = "trainer.algorithm.kl_estimator_type", config.kl_estimator_type
+    estimate = KL_ESTIMATORS.get(name)
+    with called_by_setting(key, name):
+        values = estimate(
+            torch.tensor(behaviour_logprobs, dtype=torch.float64), torch.tensor(reference_logprobs, dtype=torch.float64)
+        )
+    require_per_token(f"{key}={name}", len(mask), {"divergence": values}, ConfigError)
     return [value if trained else 0.0 for value, trained in zip(values.tolist(), mask, strict=True)]
 
 

@@ -104,7 +104,7 @@ class OffPolicyCorrection:
             returned = {"weight": weights, "truncated": truncated, "rejected": rejected_by_weight}
             given = {name: values for name, values in returned.items() if values is not None}
             name = f"{_SETTING}.tis_ratio_type={self._settings.tis_ratio_type}"
-            require_per_token(name, len(tokens.proximal_logprobs), **given)
+            require_per_token(name, len(tokens.proximal_logprobs), given)
         else:
             weights, rejected_by_weight = torch.ones_like(tokens.proximal_logprobs), None
             truncated = torch.zeros_like(tokens.sequence_index, dtype=torch.bool)
@@ -240,7 +240,7 @@ def probability_difference(tokens: PolicyTokens) -> torch.Tensor:
 def rejected_tokens(tokens: PolicyTokens, rule: RejectionConfig) -> torch.Tensor:
     """Return which tokens the rule rejects, bool ``[N]``. NaN is out of bounds."""
     values = REJECTION_STATISTICS.get(rule.statistic)(tokens)
-    require_per_token(f"{_SETTING}.rejections.statistic={rule.statistic}", len(tokens.logprobs), statistic=values)
+    require_per_token(f"{_SETTING}.rejections.statistic={rule.statistic}", len(tokens.logprobs), {"statistic": values})
     low = -math.inf if rule.low is None else rule.low
     high = math.inf if rule.high is None else rule.high
     if rule.statistic == LOGARITHMIC:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from skyrl_train.config.import_path import import_name, is_import_path
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, SkyRLError
 
 T = TypeVar("T")
 
@@ -66,3 +67,17 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Return all registered names, sorted."""
         return sorted(self._entries)
+
+
+@contextmanager
+def called_by_setting(key: str, value: str | None) -> Iterator[None]:
+    """While a function is called that ``key=value`` names, raise what it raises as a ConfigError with the setting.
+
+    For calls before a step moves anything: after a ConfigError, the finished steps are saved.
+    """
+    try:
+        yield
+    except SkyRLError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}={value} raised {error!r}. Mend it, and give the same command to continue.") from error

@@ -55,20 +55,21 @@ class PolicyTokens:
         return lowest.scatter_reduce(0, self.sequence_index, values, "amax")
 
 
-def require_per_token(setting: str, tokens: int, **returned: torch.Tensor) -> None:
+def require_per_token(
+    setting: str, tokens: int, returned: Mapping[str, torch.Tensor], error: type[Exception] = ValueError
+) -> None:
     """Check that a function of a registry has returned one value per token. Others, such as a mean, would be broadcast and train
     something else.
 
     Args:
         setting: names the function, for the message.
         returned: its results, by name.
-
-    Raises:
-        ValueError: a result is not ``[N]``. No ConfigError, because a step of several passes may have moved the policy by then.
+        error: raised if a result is not ``[N]``. ConfigError only before a step moves anything, because the weights are saved
+            after it.
     """
     for name, values in returned.items():
         if tuple(values.shape) != (tokens,):
-            raise ValueError(
+            raise error(
                 f"{setting} returned a {name} of shape {list(values.shape)} for {tokens} tokens; return one value per token."
             )
 

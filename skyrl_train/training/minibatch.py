@@ -21,9 +21,10 @@ from skyrl_train.algorithms.advantages import (
 )
 from skyrl_train.algorithms.kl import kl_penalties
 from skyrl_train.algorithms.off_policy import keeps_sequence
+from skyrl_train.algorithms.registry import called_by_setting
 from skyrl_train.config import derive
 from skyrl_train.config.schema import AlgorithmConfig
-from skyrl_train.errors import ConfigError, GeneratorOutputError, SkyRLError
+from skyrl_train.errors import ConfigError, GeneratorOutputError
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample, packed
@@ -52,7 +53,8 @@ def build_minibatch(
         kl_factor: of both KL coefficients in this step.
 
     Raises:
-        ConfigError: the estimator raised, or did not return a number for each token, finite on those that train.
+        ConfigError: the estimator raised, or did not return a number for each token, finite on those that train. Or the
+            estimator of KL divergence raised, or did not return a number for each token.
         GeneratorOutputError: a reward is not finite, or the reference log-probs that it needs are missing.
     """
     rows = [
@@ -136,17 +138,13 @@ def _advantages(rewards: GroupRewards, algorithm: AlgorithmConfig, *, masked: bo
     Raises:
         ConfigError: it raised, or did not return a number for each token, finite on those that train.
     """
-    name = algorithm.advantage_estimator
-    setting, estimator = f"trainer.algorithm.advantage_estimator={name}", ADVANTAGE_ESTIMATORS.get(name)
-    try:
+    key, name = "trainer.algorithm.advantage_estimator", algorithm.advantage_estimator
+    setting, estimator = f"{key}={name}", ADVANTAGE_ESTIMATORS.get(name)
+    with called_by_setting(key, name):
         returned = [
             torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
             for values in estimator(rewards, algorithm)
         ]
-    except SkyRLError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{setting} raised {error!r}. Mend it, and give the same command to continue.") from error
     shapes, lengths = [list(values.shape) for values in returned], [len(mask) for mask in rewards.loss_masks]
     if shapes != [[length] for length in lengths]:
         raise ConfigError(

@@ -22,6 +22,7 @@ from skyrl_train.algorithms.off_policy import (
     mismatch_metrics,
 )
 from skyrl_train.algorithms.reductions import REDUCTIONS, SequenceCounts, Share
+from skyrl_train.algorithms.registry import called_by_setting
 from skyrl_train.algorithms.tokens import (
     MINIBATCH_STATISTICS,
     MinibatchTokens,
@@ -106,14 +107,17 @@ class Objective:
         """Return the contribution of a sequence to the sums of the reduction, from its counts before masking.
 
         Raises:
-            ConfigError: the registered reduction breaks its contract.
+            ConfigError: the registered reduction raised, or breaks its contract.
         """
-        share = self._reduction(counts, self._config)
-        if all(map(math.isfinite, share)) and (share.denominator > 0 or counts.tokens == share.denominator == 0):
+        key, name = "trainer.algorithm.loss_reduction", self._config.loss_reduction
+        with called_by_setting(key, name):
+            share = Share(*self._reduction(counts, self._config))
+            finite = all(map(math.isfinite, share))
+        if finite and (share.denominator > 0 or counts.tokens == share.denominator == 0):
             return share
         raise ConfigError(
-            f"trainer.algorithm.loss_reduction={self._config.loss_reduction!r} returned {share} for a sequence of "
-            f"{counts.tokens} tokens; both numbers must be finite, and the denominator above 0 where there are tokens."
+            f"{key}={name} returned {share} for a sequence of {counts.tokens} tokens; both numbers must be finite, and the "
+            "denominator above 0 where there are tokens."
         )
 
     def loss(
@@ -136,7 +140,7 @@ class Objective:
         tokens = self._tokens(logprobs, fields)
         losses, corrected = self._policy_loss(tokens, self._config), self._correct(tokens)
         name = f"trainer.algorithm.policy_loss_type={self._config.policy_loss_type}"
-        require_per_token(name, len(logprobs), loss=losses.loss, ratio=losses.ratio, clipped=losses.clipped)
+        require_per_token(name, len(logprobs), {"loss": losses.loss, "ratio": losses.ratio, "clipped": losses.clipped})
         # torch.where instead of a product with the mask: a rejected token may have an infinite loss.
         nothing = torch.zeros_like(logprobs)
         policy_loss = torch.where(corrected.kept, losses.loss * corrected.weights, nothing)
@@ -152,7 +156,7 @@ class Objective:
         if self._kl is not None and fields.reference_logprobs is not None:
             kl = self._kl(logprobs, fields.reference_logprobs)
             name = f"trainer.algorithm.kl_estimator_type={self._config.kl_estimator_type}"
-            require_per_token(name, len(logprobs), divergence=kl)
+            require_per_token(name, len(logprobs), {"divergence": kl})
             coefficient = fields.kl_factor * self._config.kl_loss_coef
             objective = objective + torch.where(corrected.kept, coefficient * kl * corrected.weights, nothing)
             sums["kl_to_reference"] = kl

@@ -122,7 +122,15 @@ class TestReductions:
         self, share: Share, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(REDUCTIONS, "_entries", {"mine": lambda counts, config: share})
-        with pytest.raises(ConfigError, match=r"loss_reduction='mine' returned Share.* for a sequence of 7 tokens"):
+        with pytest.raises(ConfigError, match=r"loss_reduction=mine returned Share.* for a sequence of 7 tokens"):
+            Objective(AlgorithmConfig(loss_reduction="mine")).share(alone(7))
+
+    @pytest.mark.parametrize("returned", [None, 1.0, (1.0,), ("1", 1)], ids=str)
+    def test_one_that_returns_no_share_or_raises_is_named(
+        self, returned: object, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(REDUCTIONS._entries, "mine", lambda counts, config: returned)
+        with pytest.raises(ConfigError, match=r"loss_reduction=mine raised TypeError"):
             Objective(AlgorithmConfig(loss_reduction="mine")).share(alone(7))
 
     @staticmethod

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.algorithms.advantages import STD_EPSILON, GroupRewards, overlong_penalty
-from skyrl_train.algorithms.kl import KlControl, kl_penalties
+from skyrl_train.algorithms.kl import KL_ESTIMATORS, KlControl, kl_penalties
 from skyrl_train.config.schema import (
     AlgorithmConfig,
     KlControlConfig,
@@ -105,6 +105,23 @@ def test_an_estimator_of_ones_own_that_breaks_its_contract_is_named(name: str, c
     path = f"{__name__}:{name}"
     with pytest.raises(ConfigError, match=f"advantage_estimator={path} .*{complaint}"):
         build_minibatch([group(sample(2, 1.0), sample(1, 1.0))], 1, AlgorithmConfig(advantage_estimator=path))
+
+
+@pytest.mark.parametrize(
+    ("estimate", "complaint"),
+    [
+        (lambda behaviour, reference: 1 / 0, "raised ZeroDivisionError"),
+        (lambda behaviour, reference: (behaviour - reference).mean(), r"shape \[\] for 2 tokens"),
+    ],
+    ids=["raises", "mean"],
+)
+def test_an_estimator_of_the_divergence_that_breaks_its_contract_is_named(
+    monkeypatch: pytest.MonkeyPatch, estimate: Any, complaint: str
+) -> None:
+    monkeypatch.setitem(KL_ESTIMATORS._entries, "own", estimate)
+    config = AlgorithmConfig(kl_reward_coef=0.1, kl_estimator_type="own")
+    with pytest.raises(ConfigError, match=f"kl_estimator_type=own .*{complaint}"):
+        build_minibatch([group(sample(2, 1.0, reference=-1.0))], 1, config)
 
 
 def test_advantages_that_nothing_is_trained_with_need_not_be_finite() -> None:
