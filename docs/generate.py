@@ -86,7 +86,8 @@ for event in events:  # all of them, as dicts, in the order in which they were r
 ```
 
 `skyrl_train.events.reader.EventReader(folder).poll()` returns what was recorded since its last call: it follows a run that
-trains now, from any machine that sees the folder.
+trains now, from any machine that sees the folder. The record of a long run has gigabytes: `EventReader(folder, since=...)`
+leaves out the segments that were full by then (a Unix time).
 
 ## What holds
 
@@ -95,7 +96,7 @@ trains now, from any machine that sees the folder.
 - **Kills.** Lines are written at least once a second. A killed process loses at most its last second, and may leave a torn
   last line, which readers skip. No event ever changes.
 - **Resumes.** Steps that are lost with their weights stay in the record: after `resume` with `step` 40, the steps above 40
-  come again. In frames, `attempt` counts `run` and `resume`.
+  come again. In frames, `attempt` counts `run` and `resume` (also in those of `finished` and `retried`).
 - **Lines.** Each one begins with `{"kind":"<kind>",`, so that a reader can leave out kinds without parsing them.
 - **Order.** Lines are in the order in which events were recorded: at the end of what they describe. A group that trains has
   `admitted` (or `restored`), `finished`, `buffered` (if there are stages) and `trained`, in this order.
