@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import pytest
 from session_worlds import ReadableRenderer, ask, choice, new_session, user
@@ -172,6 +173,27 @@ async def test_the_number_of_kept_responses_is_limited() -> None:
     assert len(world.source.runs) == 4
     world.requests.end(SessionError("over"))
     await settle()
+
+
+async def test_the_bytes_of_kept_responses_are_limited() -> None:
+    requests = RequestDeduplicator(CompletedRequests(10, 60.0, Clock(), max_bytes=100))
+    sampled: list[int] = []
+
+    async def respond(size: int) -> AsyncIterator[bytes]:
+        sampled.append(size)
+        yield b"x" * size
+        yield b""
+
+    async def ask(size: int, attempt: int = 0) -> None:
+        items = requests.stream(bytes([size]), partial(respond, size), attempt=attempt)
+        assert b"".join([item async for item in items]) == b"x" * size
+
+    for size in (50, 40, 20):
+        await ask(size)
+    for size in (20, 40, 50, 200, 40):
+        await ask(size, attempt=1 + sampled.count(size))
+    assert sampled == [50, 40, 20, 50, 200, 40], "the newest are kept, up to 100 bytes together"
+    assert requests._completed._bytes == 40
 
 
 async def test_a_new_request_replaces_the_finished_one(world: World) -> None:

@@ -31,6 +31,8 @@ from skyrl_train.runtime.concurrency import Signal
 
 T = TypeVar("T")
 
+MAX_KEPT_BYTES = 256 << 20  # of all kept responses; a streamed one has some hundred bytes per token
+
 
 def request_key(path: str, body: Mapping[str, Any]) -> bytes:
     """Return a digest that is equal for equal requests; the key order of the JSON object ``body`` does not matter."""
@@ -64,6 +66,10 @@ class _JoinableRequest(Generic[T]):
         await self.changed.wait_until(lambda: self.ended or len(self.items) > position)
         return len(self.items) > position
 
+    def num_bytes(self) -> int:
+        """Return the size of the items that are bytes."""
+        return sum(len(item) for item in self.items if isinstance(item, bytes))
+
     def cancel(self, error: SessionError) -> bool:
         """Cancel the task; waiters get ``error``. Return False if it has already ended, and keeps its result, or is ending."""
         if self.error is None and self.task.cancel():
@@ -73,30 +79,39 @@ class _JoinableRequest(Generic[T]):
 
 
 class CompletedRequests:
-    """Finished requests of all sessions, kept for late retries: at most ``limit`` of them, for ``window_s`` seconds."""
+    """Finished requests of all sessions, kept for late retries: at most ``limit`` of them, for ``window_s`` seconds.
 
-    def __init__(self, limit: int, window_s: float, clock: Callable[[], float]) -> None:
+    Together their items have at most ``max_bytes``.
+    """
+
+    def __init__(
+        self, limit: int, window_s: float, clock: Callable[[], float], max_bytes: int = MAX_KEPT_BYTES
+    ) -> None:
         self._limit = limit
         self._window_s = window_s
         self._clock = clock
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._forget: dict[_JoinableRequest[Any], tuple[float, Callable[[], None]]] = {}  # oldest first
 
     def keep(self, request: _JoinableRequest[Any], forget: Callable[[], None]) -> None:
         """Keep ``request``. Calls ``forget`` when its time is over or newer requests need its place."""
         self._forget[request] = (self._clock() + self._window_s, forget)
+        self._bytes += request.num_bytes()
         self.expire()
 
     def drop(self, request: _JoinableRequest[Any]) -> None:
         """Forget a request now, if it is kept."""
         if request in self._forget:
+            self._bytes -= request.num_bytes()
             self._forget.pop(request)[1]()
 
     def expire(self) -> None:
-        """Forget requests that are too old, and the oldest ones beyond the limit."""
+        """Forget requests that are too old, and the oldest ones beyond the limits."""
         now = self._clock()
         while self._forget:
             request, (deadline, _) = next(iter(self._forget.items()))
-            if len(self._forget) <= self._limit and now < deadline:
+            if len(self._forget) <= self._limit and self._bytes <= self._max_bytes and now < deadline:
                 return
             self.drop(request)
 
