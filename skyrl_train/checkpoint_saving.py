@@ -93,6 +93,11 @@ class CheckpointSaving:
         task = self._task
         return task.exception() if task is not None and task.done() and not task.cancelled() else None
 
+    @property
+    def exporting(self) -> list[int]:
+        """The steps whose exports have not ended, in their order."""
+        return list(self._exports)
+
     def export_due(self, step: int) -> bool:
         """Return whether the checkpoint of ``step`` is also written as a model folder."""
         return self._export_interval > 0 and step % self._export_interval == 0

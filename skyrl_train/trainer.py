@@ -600,6 +600,9 @@ class PPOTrainer:
         Closes every part even when others fail. Returns their errors.
         """
         self.watchdog.stop()
+        if steps := self.saving.exporting:
+            some = ", ".join(map(str, steps))
+            self.components.reporter.note(f"exports of step {some} still run; this run ends after them")
         # Producers before consumers: no group, evaluation or weight sync may use an engine that is torn down.
         errors = await close_all(
             [

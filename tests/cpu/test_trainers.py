@@ -432,19 +432,22 @@ async def test_training_and_checkpoints_continue_beside_an_export_whose_checkpoi
 async def test_no_checkpoint_waits_for_an_export_and_a_stop_writes_the_exported_one_again(tmp_path: Path) -> None:
     often = ["trainer.ckpt_interval=1", "trainer.hf_save_interval=2", "trainer.max_ckpts_to_keep=1"]
     h = Harness(tmp_path, "trainer.mode=sync", *often)
-    written, begun, stopped = list[int](), list[tuple[int, list[int]]](), threading.Event()
-    store, loop = h.trainer.components.checkpoints, asyncio.get_running_loop()
-    write = store.write
+    written, begun, said = list[int](), list[tuple[int, list[int]]](), threading.Event()
+    store, reporter, loop = h.trainer.components.checkpoints, h.trainer.components.reporter, asyncio.get_running_loop()
+    write, note = store.write, reporter.note
 
     def recorded_write(step: int, writer: Writer, evaluated: Evaluated) -> Path:
         folder = write(step, writer, evaluated)
         written.append(step)
-        if written.count(6) == 2:
-            stopped.set()
         return folder
 
+    def recorded_note(text: str) -> None:
+        note(text)
+        if "exports of step 2, 4, 6 still run" in text:
+            said.set()
+
     def export(step: int) -> None:
-        stopped.wait()
+        said.wait()
         begun.append((step, list(written)))
         assert (h.run_folder.checkpoints / f"global_step_{step}").is_dir(), "it stays until its turn has come"
 
@@ -452,7 +455,7 @@ async def test_no_checkpoint_waits_for_an_export_and_a_stop_writes_the_exported_
         if part.step == 6:
             loop.call_soon_threadsafe(h.trainer.request_stop)
 
-    store.write = recorded_write  # type: ignore[method-assign]
+    store.write, reporter.note = recorded_write, recorded_note  # type: ignore[method-assign]
     h.on_export, h.backend.before_update = export, stop_in_step_6
     await h.train()
     assert begun == [(step, [1, 2, 3, 4, 5, 6, 6]) for step in (2, 4, 6)]
