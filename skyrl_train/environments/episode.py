@@ -53,8 +53,7 @@ class RunningCall:
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
-# By sample. Whoever gives a rollout up asks here where its environments are.
-_running: dict[str, RunningCall] = {}
+_running: dict[str, RunningCall] = {}  # by sample
 
 
 def running_call(session: str) -> RunningCall | None:

@@ -16,7 +16,7 @@ from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluatedSample, pas
 from skyrl_train.generators.base import run_generator
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.inference.interface import StopReason
-from skyrl_train.rollout.group_generator import CANCEL_GRACE_S
+from skyrl_train.rollout.group_generator import CANCEL_GRACE_S, describe_calls
 from skyrl_train.runtime.concurrency import cancel_within, gather_or_cancel
 from skyrl_train.runtime.seeds import derive_seed
 from skyrl_train.types import BatchMetadata, GeneratorInput, RolloutGroup, Sample, TrajectoryID
@@ -126,13 +126,13 @@ class PromptRunner:
             await asyncio.wait([task], timeout=self._timeout_s)
         finally:
             # Read before the cancellation, after which every task has ended.
-            in_time = task.done()
+            in_time, where = task.done(), describe_calls([_name(record, number, attempt, version).to_string()])
             await cancel_within([task], CANCEL_GRACE_S)
         if not in_time:
             limit = f"trainer.failures.rollout_timeout_s = {self._timeout_s} s"
             if not self._client.serving:
                 raise NoEngineError(f"a sample exceeded {limit} while no engine served")
-            raise RolloutError(f"it exceeded {limit}")
+            raise RolloutError(f"it exceeded {limit}{where}")
         if task.cancelled():
             raise RolloutError("its generator cancelled itself")
         return task.result()
@@ -146,7 +146,7 @@ class PromptRunner:
                 env_classes=[record.env_class or self._env_class],
                 env_extras=[copy.env_extras],
                 sampling_params=self._sampling_params,
-                trajectory_ids=[TrajectoryID(f"{record.uid}@eval-{version}.{attempt}", number)],
+                trajectory_ids=[_name(record, number, attempt, version)],
                 batch_metadata=BatchMetadata(
                     global_step=version,
                     training_phase="eval",
@@ -165,3 +165,7 @@ class PromptRunner:
                 "evaluation, which is a bug."
             )
         return sample
+
+
+def _name(record: PromptRecord, number: int, attempt: int, version: int) -> TrajectoryID:
+    return TrajectoryID(f"{record.uid}@eval-{version}.{attempt}", number)

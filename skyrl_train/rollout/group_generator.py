@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -213,7 +213,7 @@ class GroupGenerator:
             await self._cancel(task, attempt)
             raise
         if not task.done():
-            where = self._where(attempt)
+            where = describe_calls([attempt.trajectory(repetition).to_string() for repetition in range(self._n)])
             await self._cancel(task, attempt)
             limit = f"trainer.failures.rollout_timeout_s = {self._failures.rollout_timeout_s} s"
             # Without a serving engine no attempt can succeed, so the prompt is not the reason.
@@ -229,18 +229,6 @@ class GroupGenerator:
         # This CancelledError is the attempt's own: a cancelled group has left through the handler above.
         except (Exception, asyncio.CancelledError) as error:
             raise _AttemptFailed(f"it raised {error!r}") from error
-
-    def _where(self, attempt: _Attempt) -> str:
-        """Tell where the first environment of an attempt is that is in a call."""
-        calls = [running_call(attempt.trajectory(repetition).to_string()) for repetition in range(self._n)]
-        inside = [call for call in calls if call is not None and call.thread]
-        if not inside:
-            return ""
-        first = inside[0]
-        return (
-            f"; samples that wait for environment {first.environment!r}: {len(inside)} of {self._n}, in {first.call}(): "
-            f"{user_frame(first.stack())}"
-        )
 
     async def _generate(self, attempt: _Attempt) -> RolloutGroup:
         """Call the generator once and check its output."""
@@ -381,6 +369,21 @@ class GroupGenerator:
             for attempt in self._abandoned.values()
         ]
         return lines + self.stages.describe()
+
+
+def describe_calls(sessions: Sequence[str]) -> str:
+    """Return the end of a message: how many of these samples wait for their environment, and where the first of these is.
+
+    Empty if none waits. For those who give a rollout up, before they cancel it.
+    """
+    calls = [call for call in map(running_call, sessions) if call is not None and call.thread]
+    if not calls:
+        return ""
+    first = calls[0]
+    return (
+        f"; samples that wait for environment {first.environment!r}: {len(calls)} of {len(sessions)}, in {first.call}(): "
+        f"{user_frame(first.stack())}"
+    )
 
 
 def _checked_metrics(metrics: Any) -> dict[str, float]:

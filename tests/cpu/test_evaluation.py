@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from evaluation_worlds import OneTurn, World, forever, prompts_of
 from scripted import in_virtual_time, settle
 
 from skyrl_train.config.schema import BuildModelConfig
+from skyrl_train.environments import episode
 from skyrl_train.environments.base import PromptRecord
+from skyrl_train.environments.episode import RunningCall
 from skyrl_train.errors import EngineError, EvaluationError, RolloutError
 from skyrl_train.evaluation.engines import OwnEngines
 from skyrl_train.evaluation.runner import Evaluation
@@ -142,6 +145,20 @@ async def test_a_sample_that_always_fails_has_not_passed_and_stops_nothing(befor
     assert all(reason in failure["reason"] for failure in row["failures"])
     assert len(world.generator.inputs) == 2 * 2 + 2, "each is tried twice"
     assert world.evaluation.error is None and world.moved == 2
+
+
+@in_virtual_time
+async def test_a_sample_out_of_time_tells_where_its_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explores(batch: GeneratorInput) -> Any:
+        if of_p0(batch):
+            call = RunningCall("maze", "step", threading.get_ident())
+            monkeypatch.setitem(episode._running, batch["trajectory_ids"][0].to_string(), call)
+        return hangs(batch)
+
+    world = World(timeout_s=0.05)
+    world.generator.before = explores
+    [failure] = (await evaluate(world))["failures"]
+    assert "= 0.05 s; samples that wait for environment 'maze': 1 of 1, in step(): " in failure["reason"]
 
 
 async def test_a_generator_that_breaks_its_contract_in_an_evaluation_stops_nothing() -> None:
