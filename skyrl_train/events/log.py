@@ -191,8 +191,16 @@ class EventLog:
         waiting = batch if lost is None else [*batch, ("lost", time.time(), self.now(), lost)]
         if not waiting:
             return
+        lines = []
+        for kind, t, m, fields in waiting:
+            try:
+                lines.append(encode({"kind": kind, "t": t, "m": m, **fields}))
+            except (TypeError, RecursionError) as error:  # what a user's engine says of itself may be anything
+                logger.warning("an event %r cannot be encoded, and is lost: %s", kind, error)
+                self._unwritten += 1
+                self._unwritten_groups.update(_groups_of(fields))
         try:
-            self._append(b"".join([encode({"kind": kind, "t": t, "m": m, **fields}) for kind, t, m, fields in waiting]))
+            self._append(b"".join(lines))
         except OSError as error:
             self._unwritten += len(batch)
             for *_, fields in batch:

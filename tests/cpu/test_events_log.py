@@ -118,6 +118,23 @@ def test_a_reader_may_begin_with_the_segments_of_a_time_and_leave_out_kinds(tmp_
     assert EventReader(tmp_path / "none", since=2.0).poll() == []
 
 
+def test_an_event_that_cannot_be_encoded_is_lost_and_no_other(tmp_path: Path) -> None:
+    class Unspeakable:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    nested: dict[str, Any] = {}
+    for _ in range(5000):
+        nested = {"x": nested}
+    log = EventLog(tmp_path)
+    log._write([event_of(text, group) for group, text in enumerate(("a", nested, "b", Unspeakable(), "c"))])  # type: ignore[arg-type]
+    log._write([event_of("d")])
+    events = Events(EventReader(tmp_path).poll())
+    assert [event["text"] for event in events if event["kind"] == "note"] == ["a", "b", "c", "d"]
+    assert sum(event["events"] for event in events if event["kind"] == "lost") == 2
+    assert events.incomplete == {1, 3}
+
+
 def test_values_that_json_lacks_are_written(tmp_path: Path) -> None:
     with closing(EventLog(tmp_path)) as log:
         log.record("note", text="half \ud83d", number=math.nan, large=1 << 70, path=Path("x"))
