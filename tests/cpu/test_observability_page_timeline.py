@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,35 @@ def test_a_store_follows_a_segment_that_grows_is_compressed_or_torn(tmp_path: Pa
     assert not path.exists()
     assert states() == {0: "buffered", 1: "running"}
     assert EventStore(folder).window(0.0, 100.0) == store.window(0.0, 100.0)
+
+
+def test_a_record_that_takes_the_place_of_another_is_the_only_one_shown(tmp_path: Path) -> None:
+    """A start that failed leaves its folder to the corrected command."""
+    store, folder = EventStore(tmp_path / EVENTS), tmp_path / EVENTS
+
+    def record(began: float, *events: dict[str, Any]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        process = event("process", began, host="", pid=1, version="", python="", config="", git=None, command=[])
+        (folder / "000001.jsonl").write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in (process, *events)))
+
+    def shown() -> tuple[list[int], list[str]]:
+        window = store.window(0.0, 100.0)
+        assert window is not None
+        return [group["group"] for group in window["groups"]], [each["kind"] for each in store.rare() or ()]
+
+    failed = event("retried", 2.0, group=0, attempt=1, reason="", place="")
+    record(1.0, failed, *(admitted(3.0, group) for group in range(9)))
+    assert shown() == ([*range(9)], ["process", "retried"])
+    record(50.0, admitted(51.0, 20))
+    assert shown() == ([20], ["process"])
+    compress_closed(folder, 1)
+    (folder / "000002.jsonl").write_bytes(orjson.dumps(admitted(60.0, 21)) + b"\n")
+    assert shown() == ([20, 21], ["process"])
+    shutil.rmtree(folder)
+    assert store.window(0.0, 100.0) is None and store.rare() is None
+    record(70.0)
+    assert shown() == ([], ["process"])
 
 
 def test_a_segment_may_begin_with_a_step_of_thousands_of_groups(tmp_path: Path) -> None:

@@ -140,6 +140,11 @@ class EventStore:
         self.run = folder.parent
         self._folder = folder
         self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._first: tuple[int, ...] = ()  # what stat tells of the first segment
+        self._began: float | None = None  # Unix time of its first event
         self._index: dict[int, EventSegment] = {}  # without events: begin, clock and process of each
         self._parsed: OrderedDict[int, EventSegment] = OrderedDict()
         self._rare: dict[int, EventSegment] = {}
@@ -311,6 +316,7 @@ class EventStore:
         """Read the first line of new segments."""
         # A link could lead out of the folder of runs.
         paths = {number: path for number, path in segment_paths(self._folder).items() if not path.is_symlink()}
+        self._forget_another_record(next(iter(paths.values()), None))
         for number, path in paths.items():
             if number in self._index:
                 continue
@@ -328,6 +334,26 @@ class EventStore:
                 same = self._index[before]
                 self._index[number] = EventSegment(same.process, same.offset, m + same.offset)
         return {number: path for number, path in paths.items() if number in self._index}
+
+    def _forget_another_record(self, first: Path | None) -> None:
+        """Forget what was read if the folder has another record now, as after a start that failed, or of a new run in its place.
+
+        Args:
+            first: the first segment; None: there is none.
+        """
+        if first is None:
+            self._forget()
+            return
+        try:
+            stat = first.stat()
+        except OSError:  # compressed meanwhile
+            return
+        known = stat.st_ino, stat.st_size, stat.st_mtime_ns
+        if known != self._first:  # it has grown, was compressed, or is another one
+            began = first_event(first).get("t")
+            if began != self._began:
+                self._forget()
+            self._first, self._began = known, began
 
     def _read(self, paths: dict[int, Path], numbers: Sequence[int]) -> list[EventSegment]:
         for number in numbers:
