@@ -68,7 +68,8 @@ class GroupRewards:
 
 
 # Maps the rewards of one group to per-token advantages: per sample float32 [T_i], 0 where the mask is False. ``config.kwargs``
-# holds the parameters of a user's estimator.
+# holds the parameters of a user's estimator. It must depend on these two alone: a step's minibatch may be built ahead of it, and
+# again if other groups train then.
 AdvantageEstimator: TypeAlias = Callable[[GroupRewards, AlgorithmConfig], "list[torch.Tensor]"]
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("trainer.algorithm.advantage_estimator")
 register_advantage_estimator = ADVANTAGE_ESTIMATORS.register

@@ -98,8 +98,15 @@ class Objective:
         )
 
     def minibatch_statistics(self, tokens: MinibatchTokens) -> dict[str, float]:
-        """Return the numbers that ``loss`` needs, from all trained tokens (at least 1) of a minibatch, in any order."""
-        numbers = self._statistics_of_loss(tokens, self._config) if self._statistics_of_loss is not None else {}
+        """Return the numbers that ``loss`` needs, from all trained tokens (at least 1) of a minibatch, in any order.
+
+        Raises:
+            ConfigError: the registered statistics raised.
+        """
+        numbers: dict[str, float] = {}
+        if self._statistics_of_loss is not None:
+            with called_by_setting("trainer.algorithm.policy_loss_type", self._config.policy_loss_type):
+                numbers = self._statistics_of_loss(tokens, self._config)
         limit = self._config.off_policy_correction.m2po_threshold
         return numbers if limit is None else numbers | m2po_statistics(tokens, limit)
 

@@ -13,7 +13,7 @@ from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES, TokenLosses, ppo_clip
 from skyrl_train.algorithms.off_policy import CORRECTIONS, REJECTION_STATISTICS, TokenWeights
 from skyrl_train.algorithms.registry import Registry
-from skyrl_train.algorithms.tokens import PolicyTokens
+from skyrl_train.algorithms.tokens import MINIBATCH_STATISTICS, PolicyTokens
 from skyrl_train.config.schema import (
     AlgorithmConfig,
     ClipCovConfig,
@@ -131,6 +131,18 @@ def weight_of_all(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenWeights
 
 def mean_ratio(tokens: PolicyTokens) -> torch.Tensor:
     return (tokens.proximal_logprobs - tokens.behaviour_logprobs).exp().mean()
+
+
+def test_statistics_of_ones_own_that_raise_are_named_before_anything_moves(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICY_LOSSES._entries, "own", ppo_clip)
+    monkeypatch.setitem(MINIBATCH_STATISTICS._entries, "own", lambda tokens, config: 1 / 0)
+    ours = backend(folder, algorithm__policy_loss_type="own")
+    before = weights(ours)
+    with pytest.raises(ConfigError, match="policy_loss_type=own raised ZeroDivisionError"):
+        ours.update(minibatch())
+    assert same(before, weights(ours))
 
 
 OWN_RULE = {f"{CORRECTION}rejections": [RejectionConfig("own", high=9.0)]}
