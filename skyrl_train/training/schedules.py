@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from skyrl_train.algorithms.registry import Registry
+from skyrl_train.algorithms.registry import Registry, called_by_setting
 from skyrl_train.errors import ConfigError
 
 ROUNDING = 1e-6  # by which the factor of a schedule may be below 0
@@ -40,13 +40,15 @@ def learning_rate(step: int, *, peak: float, schedule: str, num_warmup_steps: in
     after warm-up and would reach 0 in the step after the last, so every step of the run learns.
 
     Raises:
-        ConfigError: the schedule is unknown, or its factor is no finite number of at least 0.
+        ConfigError: the schedule is unknown, raised, or its factor is no finite number of at least 0.
     """
     if step <= num_warmup_steps:
         return peak * step / num_warmup_steps
     decay_steps = max(total_steps - num_warmup_steps, 1)
     progress = min((step - 1 - num_warmup_steps) / decay_steps, 1.0)
-    factor = SCHEDULES.get(schedule)(progress)
+    function = SCHEDULES.get(schedule)
+    with called_by_setting("optimizer_config.scheduler", schedule):
+        factor = float(function(progress))
     if not -ROUNDING <= factor < math.inf:  # so that NaN, which would reach every weight, is refused
         raise ConfigError(
             f"The learning-rate schedule {schedule!r} returned {factor} at the progress {progress:g}. Return a finite factor of "

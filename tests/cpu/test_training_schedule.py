@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,6 +47,13 @@ def test_a_schedule_of_ones_own_gives_a_finite_factor_of_at_least_0(
     assert rates("own", 4, 4) == [0.5, 1.0, 1.5, 2.0], "it is not asked during the warm-up"
     with pytest.raises(ConfigError, match=f"'own' returned {factor} at the progress 0.5"):
         learning_rate(3, peak=1.0, schedule="own", num_warmup_steps=0, total_steps=4)
+
+
+@pytest.mark.parametrize("broken", [lambda progress: 1 / 0, lambda progress: None], ids=["raises", "nothing"])
+def test_a_schedule_of_ones_own_that_raises_is_named(monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
+    monkeypatch.setitem(SCHEDULES._entries, "own", broken)
+    with pytest.raises(ConfigError, match=r"optimizer_config\.scheduler=own raised (ZeroDivision|Type)Error"):
+        rates("own", 0, 2)
 
 
 def test_a_factor_that_rounding_brings_below_0_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
