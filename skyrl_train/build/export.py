@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from skyrl_train.checkpoint_saving import POLICY_FOLDER
 from skyrl_train.config import derive
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.errors import ConfigError, SkyRLError
+from skyrl_train.errors import CheckpointError, ConfigError, SkyRLError
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.lora import add_adapter
 from skyrl_train.observability.run import Run, Which, load_run, split_checkpoint
@@ -47,11 +47,14 @@ def export_checkpoint(run: Path, which: Which, folder: Path) -> int:
 def export_folder(source: Run, checkpoint: Path, folder: Path) -> int:
     """As :func:`export_checkpoint`, for the folder of an intact checkpoint of ``source``."""
     policy, model_path = source.config.trainer.policy, starting_model(source)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # before the model is loaded, which may take minutes
+        raise CheckpointError(f"{folder} cannot be made: {error.strerror}. Choose another folder.") from error
     model = load_model(model_path, policy.dtype, "cpu")
     if policy.model.lora.rank:
         add_adapter(model, policy.model.lora, seed=source.config.trainer.seed)
     load_policy(model, checkpoint / POLICY_FOLDER)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     export_hf(model, model_path, folder)
     return checkpoint_step(checkpoint)
 

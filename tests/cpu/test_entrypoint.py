@@ -293,6 +293,8 @@ def test_a_run_leaves_its_folder_and_a_finished_one_is_not_trained_again(
     for number, target in (("", "of-3"), (":2", "of-2"), (":3", "again-3")):
         assert main(["export", f"{folder}{number}", str(tmp_path / "new" / target)]) == 0
     capfd.readouterr()
+    assert main(["export", str(folder), str(folder / "config.yaml" / "policy")]) == 1
+    assert "cannot be made: " in capfd.readouterr().err
     for arguments in ([str(folder)], [str(tmp_path / "new" / "of-3"), "--recipe", "quickstart"]):
         assert (
             main(["eval", *arguments, TINY[-2], "trainer.eval.generate=5", "trainer.eval.n_samples_per_prompt=2"]) == 0
