@@ -49,7 +49,7 @@ class CheckpointSaving:
         export_interval: in steps; 0: never.
         sync_rows: puts the rows of the finished steps on the disk, blocking. Otherwise a power failure could leave a checkpoint
             without the rows of its steps, which never run again.
-        changed: notified when a checkpoint is written or has failed.
+        changed: notified when a checkpoint is written or has failed, and when an export has ended.
         events: the record of the run.
 
     Attributes:
@@ -175,6 +175,7 @@ class CheckpointSaving:
             await asyncio.to_thread(self._export, step)
         finally:
             del self._exports[step]
+            self._changed.notify()
 
     async def ended(self) -> None:
         """Wait for the current write and the exports, and ignore their results."""

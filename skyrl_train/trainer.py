@@ -64,6 +64,8 @@ if TYPE_CHECKING:  # imports torchdata, which only a streaming run needs
 
 logger = logging.getLogger(__name__)
 
+MAX_EXPORTS = 2  # at once: one runs, the others wait
+
 T = TypeVar("T")
 
 
@@ -471,8 +473,14 @@ class PPOTrainer:
         due |= self.saving.export_due(step)
         due |= self.config.trainer.eval.best_metric is not None and self.evaluation.due(step)
         # save_checkpoint() writes the last step, after its weight sync.
-        if due and step < self.plan.total_steps:
-            await self.saving.begin()
+        if not due or step >= self.plan.total_steps:
+            return
+        if self.saving.export_due(step):
+            # Checkpoints that wait for their export stay, and would fill the disk. A stop waits for no export.
+            await self.saving.written()
+            self.phase.enter(f"may export step {step} when fewer than {MAX_EXPORTS} others run or wait")
+            await self.changed.wait_until(lambda: self.stop_requested or len(self.saving.exporting) < MAX_EXPORTS)
+        await self.saving.begin()
 
     async def save_checkpoint(self) -> None:
         """Write a checkpoint of the current step, unless the disk has it, and return when it is written."""

@@ -13,11 +13,12 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -193,13 +194,25 @@ def resident_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+class LogFile(logging.FileHandler):
+    """A log on a disk that may be full or gone: lines are lost then, and the error to see is the run's own."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 def add_log_file(path: Path) -> logging.Handler:
     """Append this library's log from INFO on to ``path``.
 
     Returns:
         The handler, which the caller removes and closes, or leaves to the end of the process.
     """
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     library = logging.getLogger("skyrl_train")
     library.setLevel(min(logging.INFO, library.getEffectiveLevel()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from test_entrypoint import TINY
 
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.observability.run_folder import FINISHED, TRAINER_LOG
+from skyrl_train.runtime.process import add_log_file
 
 
 def test_a_command_without_standard_streams_gives_their_numbers_to_no_socket(tmp_path: Path) -> None:
@@ -101,3 +103,15 @@ def test_a_run_whose_output_cannot_be_written_trains_on(
         assert main(["train", *TINY, f"trainer.run_dir={folder}"]) == 0
     assert (folder / FINISHED).exists()
     assert "has finished" in (folder / "logs" / TRAINER_LOG).read_text()
+
+
+def test_a_log_on_a_full_disk_loses_its_lines_and_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    library = logging.getLogger("skyrl_train")
+    level, handler = library.level, add_log_file(Path("/dev/full"))
+    try:
+        library.error("lost")
+    finally:
+        library.setLevel(level)
+        library.removeHandler(handler)
+    handler.close()
+    assert capsys.readouterr().err == ""

@@ -461,6 +461,30 @@ async def test_no_checkpoint_waits_for_an_export_and_a_stop_writes_the_exported_
     assert begun == [(step, [1, 2, 3, 4, 5, 6, 6]) for step in (2, 4, 6)]
 
 
+async def test_training_waits_before_the_checkpoints_of_three_exports_would_be_kept(tmp_path: Path) -> None:
+    h = Harness(tmp_path, "trainer.mode=sync", "trainer.hf_save_interval=1", "trainer.max_ckpts_to_keep=1")
+    store, waits, exported = h.trainer.components.checkpoints, threading.Event(), list[int]()
+    enter, write, before = h.trainer.phase.enter, store.write, dict[int, list[int]]()
+
+    def recorded_enter(name: str) -> None:
+        enter(name)
+        if name.startswith("may export step 3 "):
+            before[0] = h.trainer.saving.exporting
+            waits.set()
+
+    def recorded_write(step: int, writer: Writer, evaluated: Evaluated) -> Path:
+        before[step] = list(exported)
+        return write(step, writer, evaluated)
+
+    def export(step: int) -> None:
+        waits.wait()
+        exported.append(step)
+
+    h.trainer.phase.enter, store.write, h.on_export = recorded_enter, recorded_write, export  # type: ignore[method-assign]
+    await h.train()
+    assert before[0] == [1, 2] and before[2] == [] and 1 in before[3] and exported == list(range(1, 9))
+
+
 async def test_the_checkpoint_of_another_data_set_is_rejected(tmp_path: Path) -> None:
     await Harness(tmp_path, "trainer.max_steps=2").train()
     other = Harness(tmp_path, "data.seed=1")
