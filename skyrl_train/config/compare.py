@@ -59,6 +59,7 @@ MAY_CHANGE = (
     "rollout.stages.reward.ray_num_gpus",
     "rollout.stages.reference",
     "rollout.stages.proximal",
+    "generator.kwargs.endpoint",
     "generator.pause_timeout_s",
     "generator.verify_weights",
     "generator.weight_transport",
