@@ -106,7 +106,7 @@ class AnswerScorer:
     def _start(self) -> ChildProcess:
         child = ChildProcess(f"{__name__}:{serve_scores.__name__}")
         try:
-            _ask(child, self._dataset, START_S)
+            _ask(child, (*self._dataset, SCORE_CPU_S), START_S)
         except (EOFError, OSError) as error:
             child.stop()
             raise RolloutError(
@@ -141,14 +141,14 @@ def serve_scores(channel: SocketChannel) -> None:
             stream.write(json.dumps(result).encode() + b"\n")
             stream.flush()
 
-        task, kwargs = pickle.load(stream)
+        task, kwargs, cpu_s = pickle.load(stream)
         dataset = reasoning_gym.factory.create_dataset(task, seed=0, size=1, **kwargs)
         resource.setrlimit(resource.RLIMIT_AS, (SCORER_BYTES, SCORER_BYTES))
         answer({})
         while True:
             said, entry = pickle.load(stream)
             # The kernel ends a process beyond it, also in the middle of one operation of Python.
-            limit = math.ceil(time.process_time()) + SCORE_CPU_S
+            limit = math.ceil(time.process_time()) + cpu_s
             resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
             try:
                 answer({"score": float(dataset.score_answer(said, entry))})

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.environments import reasoning_gym_adapter
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.errors import ConfigError, DataError
 
@@ -82,6 +83,7 @@ def test_an_answer_that_takes_for_ever_to_evaluate_is_worth_nothing_and_stops_no
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(reasoning_gym_adapter, "SCORE_CPU_S", 1)
     made = factory("reasoning_gym:countdown")
     [record] = made.generate_prompts(1, seed=7)
     entry = record.env_extras["entry"]
