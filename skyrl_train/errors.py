@@ -28,12 +28,19 @@ SkyRLError
 
 from __future__ import annotations
 
+READ_AGAIN = "It may be intact; make it readable and run the same command again."  # where may_pass() is true
 AGENT_OUTPUT = "Output of the agent program for sample"  # how observability/failures.py finds such a note
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its class if the message is empty, for use in another message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether reading a file may succeed later: it failed by too many open files, or a disk that is full or gone."""
+    missing = FileNotFoundError | NotADirectoryError | IsADirectoryError
+    return isinstance(error, OSError) and not isinstance(error, missing)
 
 
 def output_note(sample: str, output: str) -> str:

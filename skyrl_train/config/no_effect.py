@@ -136,7 +136,8 @@ def _bounds(config: RunConfig) -> Warnings:
         (correction, CORRECTION, "tis_ratio_type", correction.tis_ratio_type, _READ_BY_WEIGHTS, _WEIGHTS),
     ):
         for name in changed(section):
-            if chosen in known and chosen not in readers.get(name, (chosen,)):
+            # Settings without an entry are read by all, or by something else.
+            if chosen in known and name in readers and chosen not in readers[name]:
                 yield (
                     f"{key}.{name} with {choice}={chosen}, which does not read it. Set {key}.{choice}="
                     f"{' or '.join(readers[name])}, or leave it out."

@@ -67,9 +67,7 @@ class Job:
     memory_gib: int  # of each node, shared memory included
     shm_gib: int
     requirements: tuple[str, ...]  # arguments of pip install
-    not_copied: (
-        str  # patterns of .gitignore's kind, one per line, of what stays where the current folder is copied from
-    )
+    not_copied: str  # what stays where the current folder is copied from: patterns as in .gitignore, one per line
 
     @property
     def command(self) -> list[str]:
@@ -305,11 +303,10 @@ def _is_of_gyms(env_class: str) -> bool:
 
 
 def _warnings(target: str, extras: Sequence[str], config: RunConfig, memory: MemoryEstimate | None) -> list[str]:
-    """Return a sentence or two about each fact that may end the job, or waste a machine."""
+    """Return a warning for each fact that may end the job, or reserve too large a machine."""
     warnings = []
-    modules = {
-        extra: MODULES.get(extra, extra) for extra in extras if extra != "envs"
-    }  # load_inputs has imported its own
+    # Packages of the extra envs are here: load_inputs() has imported them.
+    modules = {extra: MODULES.get(extra, extra) for extra in extras if extra != "envs"}
     missing = [extra for extra, module in modules.items() if importlib.util.find_spec(module) is None]
     if target == "slurm" and missing:
         warnings.append(

@@ -35,7 +35,7 @@ SHORTEST_RECORDED_S = 0.001  # shorter calls are no events: no picture shows the
 
 
 @dataclass(slots=True)
-class RunningCall:
+class EnvironmentCall:
     """A call of an environment in its thread.
 
     Attributes:
@@ -53,10 +53,10 @@ class RunningCall:
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
-_running: dict[str, RunningCall] = {}  # by sample
+_running: dict[str, EnvironmentCall] = {}  # by sample
 
 
-def running_call(session: str) -> RunningCall | None:
+def environment_call(session: str) -> EnvironmentCall | None:
     """Return the call that the environment of a sample is in; None: it is in none, or in another process."""
     return _running.get(session)
 
@@ -185,7 +185,7 @@ class Episode:
         if not self._made:
             calls = (("make", self._make), *calls)
         self._made = True
-        running = RunningCall(self._factory.name)
+        running = EnvironmentCall(self._factory.name)
         times = [self._events.now()]  # the begin of the first call, and the end of each
 
         def run() -> Any:

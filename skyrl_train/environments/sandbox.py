@@ -72,9 +72,8 @@ class SandboxLimits:
     memory_mib: int = 512  # address space per process
     processes: int = 4  # with their threads
     file_mib: int = 4  # per file, stdout and stderr included; for a program in namespaces also of all files together
-    disk_mib: int = (
-        2048  # of all files together, for a command; measured once a second, and where they are many less often
-    )
+    # Of all files together, for a command. Measured once a second, and less often where they are many.
+    disk_mib: int = 2048
 
 
 @dataclass(frozen=True, slots=True)

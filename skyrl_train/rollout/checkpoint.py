@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import READ_AGAIN, CheckpointError, may_pass
 from skyrl_train.rollout.buffer import BufferedGroup, SpilledGroup, decode_group, encode_group, from_line, to_line
 from skyrl_train.runtime.checksums import ChecksumWriter
 from skyrl_train.types import RolloutGroup
@@ -100,19 +100,12 @@ def read_replay_cache(folder: Path) -> list[dict[str, Any]]:
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        # The files were there and intact a moment ago: too many open files, a disk that is full or gone.
-        if not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-            raise CheckpointError(
-                f"{folder} cannot be read now: {error}. It may be intact; make it readable and run the same command again."
-            ) from error
-        raise _unusable(folder, error) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _unusable(folder, error) from error
-
-
-def _unusable(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{folder} is not a usable checkpoint ({error!r}); remove it to resume from an older one")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if may_pass(error):  # its files were there and intact a moment ago
+            raise CheckpointError(f"{folder} cannot be read now: {error}. {READ_AGAIN}") from error
+        raise CheckpointError(
+            f"{folder} is not a usable checkpoint ({error!r}); remove it to resume from an older one"
+        ) from error
 
 
 def _to_format_3(state: Mapping[str, Any]) -> dict[str, Any]:

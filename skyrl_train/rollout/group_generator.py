@@ -22,7 +22,7 @@ from typing import Any
 
 from skyrl_train.config.schema import FailureConfig
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.environments.episode import running_call
+from skyrl_train.environments.episode import environment_call
 from skyrl_train.errors import (
     ConfigError,
     EngineError,
@@ -376,7 +376,7 @@ def describe_calls(sessions: Sequence[str]) -> str:
 
     Empty if none waits. For those who give a rollout up, before they cancel it.
     """
-    calls = [call for call in map(running_call, sessions) if call is not None and call.thread]
+    calls = [call for call in map(environment_call, sessions) if call is not None and call.thread]
     if not calls:
         return ""
     first = calls[0]

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from skyrl_train.errors import CheckpointError, first_line
+from skyrl_train.errors import READ_AGAIN, CheckpointError, first_line
 from skyrl_train.models.lora import FINGERPRINT
 from skyrl_train.runtime.checksums import ChecksumWriter
 from skyrl_train.weight_sync.disk import raw_bytes, safetensors_header
@@ -33,7 +33,6 @@ from skyrl_train.weight_sync.update import TensorSpec
 POLICY_FILE = "policy.safetensors"
 OPTIMIZER_FILE = "optimizer.pt"
 REMEDY = "Resume with the model and settings it was made with, or start a new run with trainer.resume=never."
-READ_AGAIN = "It may be intact; make it readable and run the same command again."
 S = TypeVar("S")
 T = TypeVar("T")
 

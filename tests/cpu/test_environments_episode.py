@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.environments.base import Environment, EnvironmentStep
-from skyrl_train.environments.episode import Episode, running_call
+from skyrl_train.environments.episode import Episode, environment_call
 from skyrl_train.environments.registry import environment_factory
 from skyrl_train.errors import GeneratorOutputError, RolloutError
 from skyrl_train.runtime.process import DaemonThreadPool
@@ -182,15 +182,15 @@ async def test_the_call_that_a_sample_waits_for_is_known_while_it_runs() -> None
     factory = environment_factory("recorder", Recorder, {})
     async with Episode(factory, {"calls": [], "on_step": hang}, "prompt-7", session="p@3_0") as running:
         await running.init([])
-        assert running_call("p@3_0") is None
+        assert environment_call("p@3_0") is None
         step = asyncio.create_task(running.step("a", "stop"))
         await asyncio.to_thread(begun.wait, 300)
-        call = running_call("p@3_0")
+        call = environment_call("p@3_0")
         assert call is not None and (call.environment, call.call) == ("recorder", "step")
         assert "in hang" in call.stack()
         release.set()
         await step
-        assert running_call("p@3_0") is None
+        assert environment_call("p@3_0") is None
 
 
 async def test_a_failing_close_fails_a_good_episode_and_never_hides_an_error(caplog: pytest.LogCaptureFixture) -> None:

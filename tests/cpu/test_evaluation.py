@@ -17,7 +17,7 @@ from scripted import in_virtual_time, settle
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.environments import episode
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.environments.episode import RunningCall
+from skyrl_train.environments.episode import EnvironmentCall
 from skyrl_train.errors import EngineError, EvaluationError, RolloutError
 from skyrl_train.evaluation.engines import OwnEngines
 from skyrl_train.evaluation.runner import Evaluation
@@ -151,7 +151,7 @@ async def test_a_sample_that_always_fails_has_not_passed_and_stops_nothing(befor
 async def test_a_sample_out_of_time_tells_where_its_environment_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def explores(batch: GeneratorInput) -> Any:
         if of_p0(batch):
-            call = RunningCall("maze", "step", threading.get_ident())
+            call = EnvironmentCall("maze", "step", threading.get_ident())
             monkeypatch.setitem(episode._running, batch["trajectory_ids"][0].to_string(), call)
         return hangs(batch)
 

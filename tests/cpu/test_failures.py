@@ -35,7 +35,7 @@ from training_worlds import backend, build_small_model, one_thread
 
 from skyrl_train.config.schema import AlgorithmConfig
 from skyrl_train.environments import episode
-from skyrl_train.environments.episode import RunningCall
+from skyrl_train.environments.episode import EnvironmentCall
 from skyrl_train.errors import EngineError, GeneratorOutputError, NoEngineError, RolloutActorError, RolloutError
 from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.inference.replay import ReplayCache
@@ -121,7 +121,7 @@ async def test_a_rollout_out_of_time_tells_where_its_environment_is(monkeypatch:
         thread = threading.Thread(target=step, daemon=True)
         thread.start()
         assert begun.wait(300)
-        call = RunningCall("maze", "step", thread.ident or 0)
+        call = EnvironmentCall("maze", "step", thread.ident or 0)
         monkeypatch.setitem(episode._running, batch["trajectory_ids"][1].to_string(), call)
         await hang(batch)
 

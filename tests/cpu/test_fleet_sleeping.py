@@ -140,6 +140,22 @@ async def test_a_stale_engine_sleeps_and_is_woken_as_it_catches_up() -> None:
     await all_serve(client, clock, 2)
 
 
+async def test_an_engine_that_was_started_again_while_generation_was_paused_sleeps() -> None:
+    client, clock, a, b = await pair()
+    await client.pause_generation(PauseMode.ABORT)
+    b.fail["receive"] = EngineError("scripted")
+    b.die()
+    await client.health()
+    await after(client, clock, 1.0)
+    assert client.engine_states[1] is EngineState.STALE and b.paused is None
+    await client.sleep(2)
+    assert client.engine_states[1] is EngineState.STALE
+    assert not a.holds_memory and not b.holds_memory
+    b.fail.clear()
+    await generate(client, 1)
+    await all_serve(client, clock, 1)
+
+
 @pytest.mark.parametrize("fault", ["fails", "hangs"])
 async def test_an_engine_that_does_not_fall_asleep_is_ended_and_started_again(fault: str) -> None:
     engines = Sleeper(), Sleeper()

@@ -132,13 +132,18 @@ def test_a_checkpoint_that_was_copied_to_another_url_is_the_same(tmp_path: Path)
     assert content(moved.latest(pytest.fail)) == "three"
 
 
-def test_a_checkpoint_whose_upload_failed_is_not_resumed_from(tmp_path: Path) -> None:
-    first = store(tmp_path)
+def store_whose_second_upload_failed(folder: Path) -> RemoteCheckpointStore:
+    first = store(folder)
     first.write(1, writing("one"))
     with pytest.MonkeyPatch.context() as patch:
         Interruption(2, midway=True, error=TimeoutError).install(patch)
         with pytest.raises(CheckpointError, match="does not take the checkpoint of step 2"):
             first.write(2, writing("two"))
+    return first
+
+
+def test_a_checkpoint_whose_upload_failed_is_not_resumed_from(tmp_path: Path) -> None:
+    store_whose_second_upload_failed(tmp_path)
     assert content(store(tmp_path).latest(pytest.fail)) == "one"
 
 
@@ -322,12 +327,7 @@ def test_a_write_that_fails_at_any_instant_can_be_tried_again(tmp_path: Path, ex
 
 
 def test_an_outage_is_an_error_and_never_a_new_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = store(tmp_path)
-    first.write(1, writing("one"))
-    with pytest.MonkeyPatch.context() as patch:
-        Interruption(2, midway=True, error=TimeoutError).install(patch)
-        with pytest.raises(CheckpointError, match="does not take the checkpoint of step 2"):
-            first.write(2, writing("two"))
+    first = store_whose_second_upload_failed(tmp_path)
     assert content(store(tmp_path / "b").latest()) == "one"
 
     def out(*_: object, **__: object) -> None:

@@ -443,20 +443,13 @@ _SETTINGS: list[Setting] = [
         UNSET,
         _steps_or_0,
     ),
-    Setting(
-        "trainer.device",
-        "trainer.device",
-        "cuda or cpu",
-        UNSET,
-        known_values({"cuda": "cuda", "cpu": "cpu"}, "training runs on cuda or cpu"),
-    ),
-    Setting(
-        "trainer.device",
-        f"{_ENGINE}.device",
-        "cuda or cpu",
-        UNSET,
-        known_values({"cuda": "cuda", "cpu": "cpu"}, "engines run on cuda or cpu"),
-    ),
+    *[
+        Setting("trainer.device", key, "cuda or cpu", UNSET, known_values({"cuda": "cuda", "cpu": "cpu"}, where))
+        for key, where in (
+            ("trainer.device", "training runs on cuda or cpu"),
+            (f"{_ENGINE}.device", "engines run on cuda or cpu"),
+        )
+    ],
     Setting(
         "trainer.v1.trainer_mode",
         "trainer.mode",

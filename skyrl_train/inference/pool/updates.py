@@ -147,24 +147,27 @@ class FleetUpdates:
         self._awake.close()
         await self._pool.changed.wait_until(lambda: not self._processes_in_change)
         async with self._lock:
-            engines, records = self._pool.engines, self._pool.fleet.records
+            engines, records, routed = self._pool.engines, self._pool.fleet.records, self._pool.router.routed
             for number in [number for number, record in records.items() if record.state is EngineState.DEAD]:
                 await self._end_in_time(number)  # it may count as dead because it hangs
             able = [n for n, record in records.items() if record.state in ALIVE and engines[n].capabilities.sleep]
-            idle = [n for n in able if n not in self._pool.router.routed]
-            for number in idle:
+            serving = [n for n in able if n in routed and n in self._paused]
+            others = [n for n in able if n not in routed]
+            for number in others:
                 if records[number].state is EngineState.SUSPECT:
                     self._pool.missed_update(number, "it did not answer when the engines were put to sleep")
-            paused = [engines[n] for n in able if n in self._paused]
-            able = [n for n in able if n in self._paused or n in idle]
+            # Also where it was paused before: a process that was started again meanwhile is not.
+            to_pause = [engines[n] for n in others]
 
             async def fall_asleep(engine: InferenceEngineInterface) -> None:
-                if engine not in paused:
+                if engine in to_pause:
                     await engine.pause(PauseMode.ABORT)
                 await engine.sleep(level)
 
-            outcome = await self._on_each("sleep", fall_asleep, able) if able else PhaseOutcome()
+            targets = [*serving, *others]
+            outcome = await self._on_each("sleep", fall_asleep, targets) if targets else PhaseOutcome()
             if outcome.succeeded and not outcome.cancelled:
+                # They would keep memory that the trainer needs.
                 for number, failure in outcome.alive_but_failed.items():
                     self._pool.died(number, f"it could not be put to sleep: {failure}")
                     await self._end_in_time(number)

@@ -28,13 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from skyrl_train.errors import CheckpointError, first_line
+from skyrl_train.errors import READ_AGAIN, CheckpointError, first_line, may_pass
 from skyrl_train.models.lora import base_fingerprint, policy_weights
 from skyrl_train.runtime.checksums import ChecksumWriter
 from skyrl_train.training.distributed.sharding import local_shard
 from skyrl_train.training.export import SHARDED_POLICY
 from skyrl_train.training.optimizer import PolicyOptimizer
-from skyrl_train.training.state import POLICY_FILE, READ_AGAIN, REMEDY, Buffers, check_base, check_weights
+from skyrl_train.training.state import POLICY_FILE, REMEDY, Buffers, check_base, check_weights
 
 ShardState = dict[str, torch.Tensor]  # by name in the checkpoint
 _OPTIMIZER, _RNG = "optimizer.", "rng."
@@ -123,8 +123,9 @@ def read(model: PreTrainedModel, optimizer: PolicyOptimizer, folder: Path, cpu_m
 
 
 def _unreadable(folder: Path, error: BaseException) -> CheckpointError:
-    passing = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-    return CheckpointError(f"{folder} cannot be read ({first_line(error)}). {READ_AGAIN if passing else REMEDY}")
+    return CheckpointError(
+        f"{folder} cannot be read ({first_line(error)}). {READ_AGAIN if may_pass(error) else REMEDY}"
+    )
 
 
 @torch.no_grad()
