@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from skyrl_train.events.kinds import KINDS
+from skyrl_train.events.kinds import COMMON, KINDS
 from skyrl_train.events.log import group_name, segment_paths
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Events(Sequence[Event]):
         """Return one row per event of ``kind``, or per group of an event about several groups.
 
         All times are Unix times in seconds. ``attempt`` counts how often training had begun or continued until then. Requests
-        have ``turn``, their number within the sample, from 0.
+        have ``turn``, their number within the sample, from 0. A table without rows has all columns, too.
 
         Raises:
             KeyError: there is no such kind.
@@ -148,6 +148,7 @@ class Events(Sequence[Event]):
         lists = [
             field.name for field in spec.fields if field.type == "list" and field.name not in ("segments", "seams")
         ]
+        of_groups = "groups" in lists and kind != "lost"
         rows: list[Event] = []
         attempt, retries = 0, Counter[int]()
         for event in self._events:
@@ -161,8 +162,7 @@ class Events(Sequence[Event]):
             for name in times:
                 if row.get(name) is not None:
                     row[name] += event["t"] - event["m"]
-            if "groups" in lists and kind != "lost":
-                del row["groups"]
+            if of_groups:
                 for index, group in enumerate(event["groups"]):
                     own = {name.removesuffix("s"): event[name][index] for name in lists if name != "groups"}
                     rows.append({**{k: v for k, v in row.items() if k not in lists}, "group": group, **own})
@@ -176,7 +176,11 @@ class Events(Sequence[Event]):
                 sample = row["turn"]
                 row["turn"] = turns[sample]
                 turns[sample] += 1
-        columns = dict.fromkeys(key for row in rows for key in row) or {f.name: None for f in spec.fields}
+        declared = [field.name for field in (*COMMON, *spec.fields) if field.name != "kind"]
+        if of_groups:
+            declared = [name.removesuffix("s") if name in lists else name for name in declared]
+        declared += ["attempt", *(["turn"] if kind == "request" else [])]
+        columns = dict.fromkeys([*declared, *(key for row in rows for key in row)])
         return pandas.DataFrame(rows, columns=list(columns)).drop(columns="kind", errors="ignore")
 
     def segments(self) -> pandas.DataFrame:

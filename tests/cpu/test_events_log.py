@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.events import log as log_module
+from skyrl_train.events.kinds import COMMON, KINDS
 from skyrl_train.events.log import NO_EVENTS, EventLog, group_name, sample_of, segment_paths
 from skyrl_train.events.reader import EventReader, Events, segment_content
 from skyrl_train.events.sampling import BURST_S, GroupSampler
@@ -242,6 +243,15 @@ def test_a_group_has_all_of_its_details_or_none_and_the_limit_holds(
     assert all(kept[group] in (0, seen[group]) for group in seen.keys() - set(sampler.given_up))
     assert kept.total() <= limit * (BURST_S + now - 100.0)
     assert kept.total() + sampler.left_out == len(offered)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_without_rows_has_the_columns_of_one_with_rows(kind: str) -> None:
+    value = {"int": 1, "float": 1.0, "str": "a", "bool": True, "list": [1], "dict": {}}
+    event = {field.name: value[field.type.partition(" ")[0]] for field in (*COMMON, *KINDS[kind].fields)}
+    table = Events([{**event, "kind": kind}]).frame(kind)
+    assert len(table) == 1
+    assert list(Events([]).frame(kind).columns) == list(table.columns)
 
 
 def test_below_the_limit_nothing_is_left_out() -> None:
