@@ -23,9 +23,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Property tests. By default the examples are the same in each run, so that only a change of the code or of a test makes one
-# fail. Run with -m slow, each property test tries new ones, and three times as many. An example has no deadline, because
+# fail. Run with -m slow, each property test tries new ones, and five times as many. An example has no deadline, because
 # wall-clock time says nothing on a shared machine.
-settings.register_profile("same", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=20)
 # Where the variable CI is set, the profile that others inherit from derandomizes.
 settings.register_profile("new", deadline=None, derandomize=False, database=None, print_blob=True, max_examples=100)
 settings.load_profile("same")
