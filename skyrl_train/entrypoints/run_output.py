@@ -45,6 +45,9 @@ class RunOutput(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
+        # Its owner may have closed it before this object is finalised, which flushes; a Tee of the user's may lack the attribute.
+        if getattr(self._stream, "closed", False):
+            return
         try:
             self._stream.flush()
         except OSError as error:

@@ -51,7 +51,7 @@ class Obey:
             case "hang":
                 time.sleep(3600)
             case "unpicklable":
-                return lambda: None
+                return threading.Lock()
             case "await":
                 return answered_later(7)
             case "generate":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from test_entrypoint import TINY
 
 from skyrl_train.entrypoints.command_line import main
+from skyrl_train.entrypoints.run_output import RunOutput
 from skyrl_train.observability.run_folder import FINISHED, TRAINER_LOG
 from skyrl_train.runtime.process import add_log_file
 
@@ -103,6 +105,13 @@ def test_a_run_whose_output_cannot_be_written_trains_on(
         assert main(["train", *TINY, f"trainer.run_dir={folder}"]) == 0
     assert (folder / FINISHED).exists()
     assert "has finished" in (folder / "logs" / TRAINER_LOG).read_text()
+
+
+def test_the_output_of_a_run_may_be_finalised_after_its_stream_was_closed() -> None:
+    stream = io.StringIO()
+    output = RunOutput(stream, lambda: None)
+    stream.close()
+    output.close()  # as the finaliser does, which reports errors from Python 3.13 on
 
 
 def test_a_log_on_a_full_disk_loses_its_lines_and_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -168,7 +169,7 @@ async def test_a_value_that_cannot_be_pickled_fails_only_its_own_call() -> None:
     async with executor_of("process") as executor:
         pid, _ = await executor.call("where")
         assert "pickle" in (await fails(executor, "unpicklable")).reason
-        assert "pickle" in (await fails(executor, lambda: None)).reason
+        assert "pickle" in (await fails(executor, threading.Lock())).reason
         assert (await executor.call("where"))[0] == pid
 
 
