@@ -23,6 +23,26 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# At the end of a conversation, a turn ends with a token more (Phi), with one at all, or with another one (Harmony).
+PHI = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}"
+)
+LAST_ONLY = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|im_end|>{% endif %}"
+)
+HARMONY = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' and loop.last and not add_generation_prompt %}<|endoftext|>{% else %}<|im_end|>{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A space, which not all answers have, stands before the end token.
+LLAMA2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|im_start|>{{ m['content'] }}"
+    "{% else %} {{ m['content'] }} <|im_end|>{% endif %}{% endfor %}"
+)
 FORGETFUL = "{{ messages[-1]['content'] }}"
 STRICT = "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}x{% endfor %}"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -44,6 +64,10 @@ def make_tokenizer(template: str | None, marks: list[str] = []) -> PreTrainedTok
 TOKENIZERS = {
     "characters": character_tokenizer(LETTERS),
     "chatml": make_tokenizer(CHATML),
+    "phi": make_tokenizer(PHI),
+    "last only": make_tokenizer(LAST_ONLY),
+    "harmony": make_tokenizer(HARMONY),
+    "llama 2": make_tokenizer(LLAMA2),
     "no template": make_tokenizer(None),
 }
 ASK = [{"role": "user", "content": "How many?"}]
@@ -102,6 +126,14 @@ def test_a_prompt_is_rendered_with_the_generation_prompt(kind: str, text: str) -
         ("chatml", "7", "<|im_end|>\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"),
         ("chatml", "7<|im_end|>", "\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"),
         ("chatml", "7<|im_end|>\n", "<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"),
+        ("phi", "7<|im_end|>", "<|im_start|>user\nTry again.<|im_end|><|im_start|>assistant\n"),
+        ("phi", "7<|im_end|><|endoftext|>", "<|im_start|>user\nTry again.<|im_end|><|im_start|>assistant\n"),
+        ("phi", "7<|endoftext|>", "<|im_start|>user\nTry again.<|im_end|><|im_start|>assistant\n"),
+        ("last only", "7<|im_end|>", "<|im_start|>user\nTry again.<|im_start|>assistant\n"),
+        ("harmony", "7<|endoftext|>", "<|im_start|>user\nTry again.<|im_end|><|im_start|>assistant\n"),
+        ("llama 2", "7", " <|im_end|><|im_start|>Try again."),
+        ("llama 2", "7 <|im_end|>", "<|im_start|>Try again."),
+        ("llama 2", "7<|im_end|>", "<|im_start|>Try again."),
         # A newline in the answer is no closing.
         ("chatml", "7\n", "<|im_end|>\n<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n"),
     ],
@@ -249,4 +281,4 @@ def test_messages_that_come_again_are_rendered_once_whatever_the_answer_before_t
             assert renderer.extend([5], response, new) == ChatRenderer(TOKENIZERS["chatml"], "").extend(
                 [5], response, new
             )
-    assert rendered == [["higher"], [], ["lower"]]  # nothing: how an answer ends
+    assert rendered == [["higher"], *[[]] * 4, ["lower"]]  # nothing: how an answer ends

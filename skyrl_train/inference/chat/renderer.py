@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 # A placeholder answer, rendered to see what a template puts after it. Letters and digits survive every template's
 # trimming, and no template and no system prompt contains this text.
 _ANSWER = "q7Zk3vX9"
+_USER = {"role": "user", "content": "?"}
 # Tokens at the end of a prompt in which an opening reasoning mark, with white space, is looked for.
 _REASONING_MARK_TOKENS = 24
 # Rendered conversations are cached for the samples of a group, which share their prompt; what follows an answer is cached too,
@@ -208,40 +209,52 @@ class ChatRenderer:
             raise ConfigError(
                 f"The chat format {self._family.name!r} cannot continue this conversation token by token."
             )
-        following, closing = self._following(_json([new, list(tools), arguments, continue_final]))
-        # The response may have sampled the beginning of what closes its turn (its end token, usually): do not repeat it.
-        repeated = next(
+        following, closing, most = self._following(_json([new, list(tools), arguments, continue_final]))
+        # The response may have sampled the beginning of what closes its turn (its end token, usually), or the end token without
+        # the space that the template writes before it (Llama 2): do not repeat it.
+        last, special = list(response_ids[-1:]), self._vocabulary.special
+        closed = next(
             (
                 length
-                for length in range(min(len(closing), len(response_ids)), 0, -1)
+                for length in range(len(closing), 0, -1)
                 if list(response_ids[-length:]) == closing[:length]
+                or (last == closing[length - 1 : length] and last[0] in special)
             ),
             0,
         )
+        repeated = min(closed, most)
         # Or the mark of the next role, where that ends a turn (GLM).
         mark = following[0] if self._template and following else None
-        if not repeated and mark in self._vocabulary.special and list(response_ids[-1:]) == [mark]:
+        if not repeated and mark in special and last == [mark]:
             repeated = 1
         return previous + following[repeated:].tolist()
 
-    def _following_json(self, key: str) -> tuple[array[int], Sequence[int]]:
-        """Return the tokens between an answer and the next one, and how they begin: with the end of the assistant's turn."""
+    def _following_json(self, key: str) -> tuple[array[int], Sequence[int], int]:
+        """Return the tokens between an answer and the next one, and the result of :meth:`_closing_json`."""
         new, tools, arguments, continue_final = json.loads(key)
         if not self._template:
-            return self._encode_after_answer(_contents(new)), ()
+            return self._encode_after_answer(_contents(new)), (), 0
         text = self._after_answer(new, tools, arguments, _end(continue_final))
-        return self._encode_after_answer(text), self._closing(_json([tools, arguments]))
+        return self._encode_after_answer(text), *self._closing(_json([tools, arguments]))
 
-    def _closing_json(self, key: str) -> Sequence[int]:
-        """Return the tokens that end the assistant's turn."""
+    def _closing_json(self, key: str) -> tuple[Sequence[int], int]:
+        """Return the tokens that end the assistant's turn at the end of a conversation, and how many end it before other turns.
+
+        At the end of a conversation, there may be one more (Phi) or another one (Harmony).
+        """
         tools, arguments = json.loads(key)
-        text = self._after_answer((), tools, arguments, {"add_generation_prompt": False})
-        return self._encode_after_answer(text).tolist()
+        ends = {"add_generation_prompt": False}, {"add_generation_prompt": True}
+        closing, following = (self._encode_after_answer(self._after_answer((), tools, arguments, end)) for end in ends)
+        # What follows an answer ends with the generation prompt, which is what follows a question.
+        asked, prompted = (self.encode(self._apply([_USER], tools, arguments, end)) for end in ends)
+        pairs = enumerate(zip(asked, prompted, strict=False))
+        same = next((place for place, (one, other) in pairs if one != other), len(asked))
+        return closing.tolist(), max(0, len(following) - len(prompted[same:]))
 
     def _after_answer(
         self, new: Messages, tools: Messages, template_kwargs: Mapping[str, Any], end: Mapping[str, Any]
     ) -> str:
-        dummy = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        dummy = [_USER, {"role": "assistant", "content": _ANSWER}]
         text = self._apply([*dummy, *new], tools, template_kwargs, end)
         _, found, rest = text.partition(_ANSWER)
         # Without the placeholder in its output, nothing tells where the answer ends.
