@@ -24,6 +24,7 @@ from session_worlds import (
 
 from skyrl_train.endpoint.sessions import Session, SessionLimits, TurnPlan
 from skyrl_train.errors import EngineError, SessionError
+from skyrl_train.inference.chat.conversation import normalize_messages
 from skyrl_train.inference.chat.requests import ToolCall
 from skyrl_train.inference.interface import StopReason
 
@@ -107,6 +108,15 @@ def test_tool_calls_are_known_with_other_ids_and_reordered_arguments() -> None:
     history = [user("hi"), assistant(None, tool_calls=sent_back), *results]
     assert ask(session, history, "three").reused_tokens > 0
     assert session.plan([*history, assistant("three"), user("more")]).parent == 1
+
+
+def test_half_a_surrogate_pair_that_cannot_be_rendered_is_no_other_call_when_it_comes_back() -> None:
+    session = new_session()
+    arguments = '{"of": "\\ud83d"}'
+    ask(session, [user("hi")], "", calls=[ToolCall("a", "draw", arguments)], token_ids=sampled_tokens("call"))
+    call = {"id": "a", "type": "function", "function": {"name": "draw", "arguments": arguments}}
+    history = [user("hi"), assistant(None, tool_calls=[call]), {"role": "tool", "content": "ok", "tool_call_id": "a"}]
+    assert session.plan(normalize_messages(history)).reused_tokens > 0
 
 
 def test_the_time_of_tools_lasts_from_the_response_that_calls_them_to_the_request_that_continues_it() -> None:

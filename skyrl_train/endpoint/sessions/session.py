@@ -21,6 +21,7 @@ from skyrl_train.endpoint.sessions.export import SessionSequence, to_sequences
 from skyrl_train.endpoint.sessions.messages import CanonicalMessage, MessageTree, canonical_messages, setting_digest
 from skyrl_train.endpoint.sessions.turns import Turn, TurnTree, differing_tokens, token_list
 from skyrl_train.errors import ConfigError, SessionError
+from skyrl_train.inference.chat.conversation import normalize_messages
 from skyrl_train.inference.chat.renderer import ChatRenderer
 from skyrl_train.inference.chat.requests import ChatChoice
 from skyrl_train.inference.interface import StopReason
@@ -304,7 +305,7 @@ class Session:
                 message["content"] = f"{plan.prefill['content']}{message['content'] or ''}"
                 if (reasoning := plan.prefill.get("reasoning_content")) is not None:
                     message["reasoning_content"] = reasoning
-            [answer] = canonical_messages([message])
+            [answer] = canonical_messages(normalize_messages([message]))  # as it comes back in the next request
             position = plan.position
             self._messages.add(position.setting, position.after, position.messages, answer, turn)
         return turn
