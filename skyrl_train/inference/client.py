@@ -85,9 +85,10 @@ class RequestClient(GenerationService):
     """The part of a client that generators and the endpoint use. Every method is built on single responses.
 
     OpenAI bodies need no HTTP in between. Payloads have SkyRL's shape, ``{"json": body, "headers": headers}``; headers are
-    not read. A body's ``session_id`` keeps its requests on one engine. With the session id of a trajectory
-    (``TrajectoryID.to_string()``) they are also replayed after a resume. Sessions, which belong to the endpoint, record
-    what was sampled; without one, ``"return_token_ids": True`` adds tokens, log-probs and versions to the response.
+    not read. A body's ``model`` names a loaded LoRA adapter, or, with any other name, the policy. A body's ``session_id``
+    keeps its requests on one engine. With the session id of a trajectory (``TrajectoryID.to_string()``) they are also
+    replayed after a resume. Sessions, which belong to the endpoint, record what was sampled; without one,
+    ``"return_token_ids": True`` adds tokens, log-probs and versions to the response.
 
     Attributes:
         tokenizer: the model's tokenizer.
@@ -157,7 +158,8 @@ class RequestClient(GenerationService):
         call = openai_chat.parse(body)
         _reject_stream(call.streamed)
         # Not a field of the OpenAI protocol: it was removed above, because the parser rejects unknown fields.
-        request = dataclasses.replace(call.request, session_id=None if session_id is None else str(session_id))
+        named = None if session_id is None else str(session_id)
+        request = dataclasses.replace(call.request, session_id=named, adapter=self._adapter_of(call.model))
         result = await ChatService(self, self.renderer).complete(request)
         return call.response(result, ResponseContext(secrets.token_hex(16), int(time.time()), self._texts))
 
@@ -172,7 +174,10 @@ class RequestClient(GenerationService):
         call = openai_completions.parse(body)
         _reject_stream(call.streamed)
         named = None if session_id is None else str(session_id)
-        run = CompletionRun(self, self, call.prompts, call.params, session_id=named, grammar_field=call.grammar_field)
+        adapter = self._adapter_of(call.model)
+        run = CompletionRun(
+            self, self, call.prompts, call.params, adapter, session_id=named, grammar_field=call.grammar_field
+        )
         return call.response(
             await run.complete(), ResponseContext(secrets.token_hex(16), int(time.time()), self._texts)
         )
@@ -182,6 +187,9 @@ class RequestClient(GenerationService):
         if special_tokens:
             return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
         return text_of(self.tokenizer, token_ids)
+
+    def _adapter_of(self, model: str) -> str | None:
+        return model if model in self.adapters else None
 
     @cached_property
     def _texts(self) -> TokenTexts:

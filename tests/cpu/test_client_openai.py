@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from scripted import ScriptedEngine, settle
 from test_client import TOKENIZER, client_of, publish
 
 from skyrl_train.inference.client import InferenceEngineClient
+from skyrl_train.inference.interface import EngineCapabilities
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.types import PauseMode
 
@@ -56,6 +58,27 @@ async def test_a_completion_takes_text_or_tokens() -> None:
         await settle()
         engine.tick(3)
         assert (await task)["choices"][0]["text"] == "xyz"
+
+
+class AdaptingEngine(ScriptedEngine):
+    """Takes LoRA adapters."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return dataclasses.replace(super().capabilities, adapters=True)
+
+    async def load_adapter(self, name: str, path: str) -> None: ...
+
+
+async def test_a_body_names_an_adapter_as_its_model_as_over_http() -> None:
+    engine = AdaptingEngine(free_running=True)
+    client = client_of(engine)
+    await publish(client, 0)
+    await client.load_adapter("judge", "/judge")
+    for model in ("policy", "judge"):
+        await client.chat_completion(payload(model=model, messages=MESSAGES, max_tokens=2))
+        await client.completion(payload(model=model, prompt="ab", max_tokens=2))
+    assert [request.get("adapter") for request in engine.requests] == [None, None, "judge", "judge"]
 
 
 @pytest.mark.parametrize(
