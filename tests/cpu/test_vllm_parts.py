@@ -295,10 +295,10 @@ def test_a_failed_request_is_no_answer() -> None:
 
 
 class Positions(SimpleNamespace):
-    """vLLM's ``FlatLogprobs`` of one log-prob per position."""
+    """vLLM's ``FlatLogprobs``."""
 
     def __len__(self) -> int:
-        return len(self.logprobs)
+        return len(self.start_indices)
 
 
 @pytest.mark.parametrize(("tokens", "logprobs"), [([], [-1.0, -2.0]), ([7], [-3.0, -1.0, -2.0, -3.0])])
@@ -314,6 +314,19 @@ def test_log_probs_that_an_aborted_stream_repeats_are_dropped(tokens: list[int],
         completion_chunk(
             request, SimpleNamespace(finish_reason=None, stop_reason=None, token_ids=tokens, logprobs=flat), 0
         )
+
+
+def test_alternatives_that_could_not_be_drawn_are_none() -> None:
+    """vLLM fills up what filters and grammars leave, and JSON has no infinity."""
+    logprobs = [-2.0, -0.1, -2.0, -np.inf]
+    flat = Positions(start_indices=[0], end_indices=[4], token_ids=[7, 3, 7, 5], logprobs=logprobs)
+    asked = EngineRequest([1], SamplingParams(top_logprobs=3), stream=True)
+    chunk = completion_chunk(
+        InFlightRequest(asked, "key", None, spans=[(4, 0)]),
+        SimpleNamespace(finish_reason=None, stop_reason=None, token_ids=[7], logprobs=flat),
+        0,
+    )
+    assert chunk.top_logprobs == [[(3, -0.1), (7, -2.0)]]
 
 
 async def test_outputs_count_as_handled_when_the_handler_asks_for_more() -> None:

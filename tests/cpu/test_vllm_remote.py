@@ -96,6 +96,8 @@ def test_the_sampled_token_is_not_counted_among_the_alternatives_unless_it_is_on
         {"token_id": 2, "logprob": -1.0},
     ]
     assert parse_part(part, 2).top_logprobs == [[(1, -0.5), (2, -1.0)]]
+    part["choices"][0]["logprobs"]["content"][0]["top_logprobs"][2]["logprob"] = -9999.0  # in place of -inf
+    assert parse_part(part, 3).top_logprobs == [[(1, -0.5), (5, -5.0)]]
     body = request_body("a", EngineRequest([1], SamplingParams(top_logprobs=2), stream=False), salt="s")
     assert body["sampling_params"]["logprobs"] == 3
 

@@ -36,6 +36,7 @@ from skyrl_train.inference.engines.vllm.requests import (
     VLLMLink,
     adjustment_fields,
     grammar_spec,
+    most_likely,
     token_versions,
 )
 from skyrl_train.inference.grammar import end_token_ids
@@ -437,7 +438,7 @@ def _logprobs(
         if top is not None:
             # The sampled token may stand twice, or once for both.
             entries = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
-            top.append(sorted(entries.items(), key=lambda entry: -entry[1])[:num_top])
+            top.append(most_likely(entries, num_top))
     return logprobs, top
 
 

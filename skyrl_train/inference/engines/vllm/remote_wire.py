@@ -9,18 +9,19 @@ from typing import Any
 from skyrl_train.errors import ConfigError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.arguments import WORKER_EXTENSION
 from skyrl_train.inference.engines.vllm.requests import (
+    NO_LOGPROB,
     STOP_REASONS,
     EngineRequest,
     Spans,
     adjustment_fields,
     grammar_spec,
+    most_likely,
 )
 from skyrl_train.inference.interface import EngineCapabilities, StopReason, TopLogprobs
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.shared_area import machine
 
 GENERATE_PATH = "/inference/v1/generate"
-_NO_LOGPROB = -9999.0  # vLLM sends this in place of a log-prob that it does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def parse_part(answer: Mapping[str, Any], num_top: int) -> ResponsePart:
     token_ids: list[int] = choice["token_ids"] or []
     content = (choice["logprobs"] or {}).get("content") or []
     logprobs = [entry["logprob"] for entry in content]
-    if len(logprobs) != len(token_ids) or _NO_LOGPROB in logprobs:
+    if len(logprobs) != len(token_ids) or NO_LOGPROB in logprobs:
         raise EngineError(f"The vLLM server gave {len(token_ids)} tokens, but not a log-prob for each.")
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     reason = choice["finish_reason"]
@@ -177,7 +178,7 @@ def parse_part(answer: Mapping[str, Any], num_top: int) -> ResponsePart:
     if num_top:
         # The sampled token stands first, and again in its rank if it is one of the most likely.
         found = [{other["token_id"]: other["logprob"] for other in entry["top_logprobs"]} for entry in content]
-        top = [sorted(others.items(), key=lambda other: -other[1])[:num_top] for others in found]
+        top = [most_likely(others, num_top) for others in found]
     stop_reason = None if reason is None else STOP_REASONS[reason]
     if isinstance(choice.get("stop_reason"), str):
         # The client matches stop strings by itself, also across segments. Where vLLM's text differs, the response continues.

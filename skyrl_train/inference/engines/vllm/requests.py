@@ -15,7 +15,7 @@ import itertools
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ VLLM_PAUSE_MODES = {
     PauseMode.ABORT: "abort",
     PauseMode.WAIT: "wait",
 }
+NO_LOGPROB = -9999.0  # vLLM's server sends this in place of -inf, and of a log-prob that it does not have
 _GRAMMAR = "skyrl_train: "  # begins the comment in a request's JSON schema
 # vLLM's finish reasons; "error" is not among them, it is raised.
 STOP_REASONS = {
@@ -130,6 +131,15 @@ def token_versions(spans: Spans, first: int, count: int) -> list[int]:
     return [
         next(version for version, start in reversed(spans) if start <= index) for index in range(first, first + count)
     ]
+
+
+def most_likely(alternatives: Mapping[int, float], count: int) -> list[tuple[int, float]]:
+    """Return at most ``count`` tokens with their log-probs, the most likely first, of those that could be drawn.
+
+    Where a filter or a grammar leaves fewer, vLLM also gives others, whose log-prob is -inf.
+    """
+    possible = [entry for entry in alternatives.items() if entry[1] > NO_LOGPROB]
+    return sorted(possible, key=lambda entry: -entry[1])[:count]
 
 
 def interrupted(request: EngineRequest) -> TokenChunk:
