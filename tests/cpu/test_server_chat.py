@@ -13,6 +13,8 @@ from endpoint_worlds import ASK, TOKENIZER, WatchedEngine, endpoint
 from scripted import EOS, hashed_token, settle
 from transformers import PreTrainedTokenizerFast
 
+from skyrl_train.endpoint.server.generation import encode_events
+from skyrl_train.inference.openai.dialect import Frame
 from skyrl_train.types import PauseMode
 
 GET_WEATHER = {
@@ -57,6 +59,12 @@ async def test_a_stream_joined_is_the_whole_response() -> None:
         assert reasons == [whole.choices[0].finish_reason]
         assert chunks[-1].usage == whole.usage
         assert whole.usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_an_event_is_one_line_to_clients_that_split_at_any_line_end_of_unicode() -> None:
+    text = "".join(map(chr, [*range(0x20), 0x85, 0x2028, 0x2029, 0xFEFF])) + "\u00a8\u2018é\U0001f600"
+    line, end = encode_events([Frame({"text": text})]).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": text} and not end
 
 
 async def test_the_first_chunk_has_the_prompt_as_with_vllms_server() -> None:

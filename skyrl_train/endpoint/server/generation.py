@@ -44,6 +44,8 @@ router = APIRouter()
 
 RETRY_HEADER = "x-stainless-retry-count"  # OpenAI's and Anthropic's SDKs count their retries in it
 RETRIED = (408, 409, 429)  # and all from 500 on: the statuses after which these SDKs send a request again
+# Letters that JSON may have as they are, and at which clients that read lines with Python's splitlines() (httpx) end a line.
+LINE_ENDS = [(letter.encode(), b"\\u%04x" % ord(letter)) for letter in "\x85\u2028\u2029"]
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -319,6 +321,8 @@ def encode_events(frames: Iterable[Frame]) -> bytes:
     encoded = []
     for frame in frames:
         data = frame.data.encode() if isinstance(frame.data, str) else orjson.dumps(frame.data)
+        for letter, escaped in LINE_ENDS:
+            data = data.replace(letter, escaped)
         event = b"" if frame.event is None else b"event: %b\n" % frame.event.encode()
         encoded.append(b"%bdata: %b\n\n" % (event, data))
     return b"".join(encoded)
