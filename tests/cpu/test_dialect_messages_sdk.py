@@ -122,6 +122,17 @@ async def test_a_conversation_with_tools_continues_token_by_token(streamed: bool
     assert sum(sequence.loss_mask) == sum(len(skyrl["token_ids"]) for skyrl in tokens)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_long_integer_in_a_call_arrives_exactly_and_its_call_is_continued(streamed: bool) -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": 123456789012345678901}}\n</tool_call>'
+    async with serving([call, "Bye."]) as world, client_of(world) as client:
+        message, _ = await ask(client, streamed, messages=START, **ASK)
+        history = [*START, message.to_param(), results_of(message)]
+        _, continued = await ask(client, False, messages=history, **ASK)
+    assert message.content[0].input == {"at": 123456789012345678901}
+    assert continued["reused_tokens"] > 0
+
+
 async def test_streamed_messages_are_the_same_as_whole_ones() -> None:
     async with serving() as world:
         keys = [world.store.open().api_key for _ in range(2)]

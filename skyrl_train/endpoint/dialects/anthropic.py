@@ -421,9 +421,11 @@ def _assistant(blocks: list[Any]) -> AssistantMessage:
 def tool_input(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call as the object that Anthropic's clients expect."""
     try:
-        parsed = orjson.loads(arguments.strip() or "{}")
+        text = arguments.strip() or "{}"
+        orjson.loads(text)  # refuses NaN and half surrogate pairs, and rounds long integers
+        parsed = json.loads(text)
         return check_depth(parsed) if isinstance(parsed, dict) else {_UNPARSED: arguments}
-    except ValueError:  # not JSON, or nested too deep
+    except (ValueError, RecursionError):  # not JSON, or nested too deep
         return {_UNPARSED: arguments}
 
 

@@ -9,6 +9,7 @@ A client that disconnects cancels its generation. Within a session, a retry of t
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import time
@@ -122,7 +123,11 @@ class ChatGeneration:
         """Return the JSON body of the response."""
         result = await self._gateway.service.complete(self._request, self._session)
         self._gateway.metrics.count_tokens(len(result.prompt_token_ids), result.completion_tokens)
-        return orjson.dumps(self._call.response(result, self._context))
+        body = self._call.response(result, self._context)
+        try:
+            return orjson.dumps(body)
+        except orjson.JSONEncodeError:  # it has no integers beyond 64 bits, and the arguments of a call may
+            return json.dumps(body, ensure_ascii=False).encode()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the response as server-sent events. Closing the iterator cancels the generation."""

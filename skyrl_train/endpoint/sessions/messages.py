@@ -15,7 +15,7 @@ A sampled message and the one that a client sends back are equal under these rul
 | content | as text: null, absent and "" are equal; a list of text parts equals its joined text |
 | an assistant's content and reasoning | without white space at both ends (SDKs trim it) |
 | reasoning_content | only if both sides have it |
-| tool calls | names and arguments in order; arguments as JSON values |
+| tool calls | names and arguments in order; arguments as JSON values, their numbers as doubles |
 | ids of tool calls | only to find the call that a tool message answers |
 | other keys | ignored |
 """
@@ -107,13 +107,17 @@ def _call(call: Any) -> Any:
     if arguments is None or not text.strip():
         return [name, {}]
     try:
-        return [name, json.loads(text, parse_float=_number)]
+        return [name, json.loads(text, parse_float=_number, parse_int=_number)]
     except (ValueError, RecursionError):
         return [name, ["no JSON", text.strip()]]
 
 
 def _number(text: str) -> float | int:
-    """Parse a JSON number; 1.0 and 1 are equal, because programs write either."""
+    """Parse a JSON number; 1.0 and 1 are equal, because programs write either, and so are two integers of one double.
+
+    Programs that send arguments as JSON and not as text round long integers: those in JavaScript beyond 53 bits, most others
+    beyond 64.
+    """
     value = float(text)
     return int(value) if value.is_integer() else value
 
