@@ -30,14 +30,18 @@ from typer.models import ArgumentInfo
 from skyrl_train.config import schema
 from skyrl_train.config.migration.table import UNSET
 from skyrl_train.config.migration.translate import LIBRARIES
+from skyrl_train.endpoint.dialects.anthropic import MessagesBody
+from skyrl_train.endpoint.dialects.generate import GenerateBody, GenerateSampling
+from skyrl_train.endpoint.dialects.responses import ResponsesBody
 from skyrl_train.endpoint.server.app import openapi_schema
 from skyrl_train.entrypoints.command_line import app
 from skyrl_train.events.kinds import COMMON, KINDS, SPANS, EventField
+from skyrl_train.inference.openai.body import RequestBody, SamplingFields, ServerFields, field_table
+from skyrl_train.inference.openai.chat import ChatCompletionBody
+from skyrl_train.inference.openai.completions import CompletionBody
 from skyrl_train.observability.metrics import MetricSpec, declared
 
 REFERENCE = Path(__file__).parent / "reference"
-# Has tables of request fields, which a test compares with the code.
-GUIDE = Path(__file__).parent / "tutorials" / "http_endpoint.md"
 OPEN = {  # groups whose names depend on the run, with the placeholder of their last part
     "policy/lr/": "<pattern>",
     "staleness/histogram/": "<lag>",
@@ -312,23 +316,56 @@ The routes of the endpoint, from its OpenAPI document, which every endpoint serv
 `GET /health` need no key, all others `Authorization: Bearer KEY` or `x-api-key: KEY`.
 [The HTTP endpoint](../tutorials/http_endpoint.md) explains sessions, keys, errors and limits.
 
-This file is generated: change `skyrl_train/endpoint/server/` and run `python docs/generate.py`.
+The tables of routes that generate have every field of OpenAI's and Anthropic's SDKs and of vLLM's server. A field is
+*supported*, *ignored* (accepted without effect), *default only* (accepted with the value that changes nothing, otherwise
+rejected) or *rejected*. `null` is the same as leaving a field out. [Sampling fields](#sampling-fields) and
+[fields of vLLM's server](#fields-of-vllms-server), which these routes share, are at the end.
+
+This file is generated: change `skyrl_train/endpoint/` or `skyrl_train/inference/openai/`, and run `python docs/generate.py`.
 """
+SAMPLING_FIELDS = """## Sampling fields
+
+All routes that generate take these; `/inference/v1/generate` takes them in `sampling_params`.
+"""
+SERVER_FIELDS = """## Fields of vLLM's server
+
+All routes that generate take these too, except `/inference/v1/generate`, whose tables have all of its fields.
+"""
+BODIES = {  # of the routes that generate
+    "/v1/chat/completions": ChatCompletionBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/inference/v1/generate": GenerateBody,
+}
 
 
 def http_reference() -> str:
     """Return the Markdown of the endpoint's routes: a section per route, with the fields of its body."""
-    lines, guide = [HTTP], GUIDE.read_text(encoding="utf-8")
+    lines = [HTTP]
     for path, methods in openapi_schema()["paths"].items():
         for method, route in methods.items():
             lines += [f"## {method.upper()} {path}\n", f"{route['summary']}\n"]
-            if f"### `{path}`" in guide:
-                lines.append(f"[Its fields](../tutorials/{GUIDE.name}#{path.replace('/', '')}).\n")
+            if path in BODIES:
+                lines += _request_fields(BODIES[path], shared=(SamplingFields, ServerFields))
             elif "requestBody" in route:
                 fields = route["requestBody"]["content"]["application/json"]["schema"]["properties"].items()
                 rows = [f"| `{name}` | {field.get('description', '')} |" for name, field in fields]
                 lines += ["| field | meaning |", "|---|---|", *rows, ""]
+            if BODIES.get(path) is GenerateBody:
+                lines += [
+                    "Fields of `sampling_params`:\n",
+                    *_request_fields(GenerateSampling, shared=(SamplingFields,)),
+                ]
+    lines += [SAMPLING_FIELDS, *_request_fields(SamplingFields), SERVER_FIELDS, *_request_fields(ServerFields)]
     return "\n".join(lines)
+
+
+def _request_fields(body: type[RequestBody], shared: Sequence[type[RequestBody]] = ()) -> list[str]:
+    """Return the table of a body's fields, without those that it inherits from ``shared``, which have tables of their own."""
+    elsewhere = [row for base in shared if issubclass(body, base) for row in field_table(base)]
+    rows = [f"| `{row.name}` | {row.support} | {row.note} |" for row in field_table(body) if row not in elsewhere]
+    return ["| field | | meaning or reason |", "|---|---|---|", *rows, ""]
 
 
 MIGRATION = """# Settings of other libraries

@@ -20,14 +20,13 @@ from dialect_answers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from request_fields import Support, field_table
 
 from skyrl_train.endpoint.dialects import anthropic as dialect
 from skyrl_train.endpoint.dialects.anthropic import content_blocks
 from skyrl_train.endpoint.sessions.messages import canonical_messages
 from skyrl_train.inference.chat.requests import AssistantMessage, MessageDelta, ToolCall, ToolCallDelta
 from skyrl_train.inference.interface import StructuredOutput
-from skyrl_train.inference.openai.body import body_schema
+from skyrl_train.inference.openai.body import Support, body_schema, field_table
 from skyrl_train.inference.openai.errors import DialectError
 
 USER = {"role": "user", "content": "hi"}

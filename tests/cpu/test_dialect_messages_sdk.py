@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from dialect_world import ADMIN_KEY, World, serving
-from request_fields import field_table
 
 from skyrl_train.endpoint.dialects import anthropic as dialect
+from skyrl_train.inference.openai.body import field_table
 
 anthropic = pytest.importorskip("anthropic")
 

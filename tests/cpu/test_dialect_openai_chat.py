@@ -11,13 +11,12 @@ import pytest
 from dialect_answers import ANY_JSON, MESSAGES, PROMPT, choice_of, context, damaged, deltas_of, events_of, result_of
 from hypothesis import given
 from hypothesis import strategies as st
-from request_fields import Support, field_table
 
 from skyrl_train.inference.chat.requests import AssistantMessage
 from skyrl_train.inference.interface import LogitAdjustment, StructuredOutput
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import messages
-from skyrl_train.inference.openai.body import NamedSchema, RequestBody, StreamOptions
+from skyrl_train.inference.openai.body import NamedSchema, RequestBody, StreamOptions, Support, field_table
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 
 ASK: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}

@@ -11,10 +11,10 @@ from chat_models import byte_tokenizer
 from dialect_answers import ANY_JSON, damaged
 from hypothesis import given
 from hypothesis import strategies as st
-from request_fields import field_table
 
 from skyrl_train.inference.interface import StopReason
 from skyrl_train.inference.openai import completions as openai_completions
+from skyrl_train.inference.openai.body import field_table
 from skyrl_train.inference.openai.dialect import ResponseContext, TokenTexts
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.requests import Generation, GenerationChunk

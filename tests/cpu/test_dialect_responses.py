@@ -20,13 +20,12 @@ from dialect_answers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from request_fields import Support, field_table
 
 from skyrl_train.endpoint.dialects import responses as dialect
 from skyrl_train.endpoint.dialects.responses import ResponseHistory, parse_with_history
 from skyrl_train.inference.chat.requests import AssistantMessage, ChatChoice, MessageDelta, ToolCall, ToolCallDelta
 from skyrl_train.inference.interface import StructuredOutput
-from skyrl_train.inference.openai.body import body_schema
+from skyrl_train.inference.openai.body import Support, body_schema, field_table
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 
 USER = {"role": "user", "content": "hi"}

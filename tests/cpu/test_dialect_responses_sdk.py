@@ -10,9 +10,9 @@ from typing import Any
 import pydantic
 import pytest
 from dialect_world import ADMIN_KEY, World, serving
-from request_fields import field_table
 
 from skyrl_train.endpoint.dialects import responses as dialect
+from skyrl_train.inference.openai.body import field_table
 
 openai = pytest.importorskip("openai")
 

@@ -1,4 +1,4 @@
-"""The page about the endpoint: its tables are the code's, and its commands run."""
+"""The pages about the endpoint: the tables of the reference have every field, and the commands of the guide run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from endpoint_worlds import ADMIN_KEY
 from forks import Forks
-from request_fields import FieldNote, field_table
 
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.endpoint.dialects import anthropic, generate, responses
@@ -26,25 +25,17 @@ from skyrl_train.entrypoints.command_line import main
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import completions as openai_completions
-from skyrl_train.inference.openai.body import ServerFields
+from skyrl_train.inference.openai.body import field_table
 from skyrl_train.models.tiny import build_model_folder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "http_endpoint.md").read_text()
+REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text()
 BODIES = {
     "/v1/chat/completions": openai_chat.ChatCompletionBody,
     "/v1/completions": openai_completions.CompletionBody,
     "/v1/responses": responses.ResponsesBody,
     "/v1/messages": anthropic.MessagesBody,
-}
-EVERYWHERE = "Fields of vLLM's server, on every route"
-TABLES = {
-    EVERYWHERE: field_table(ServerFields),
-    **{
-        f"`{route}`": [row for row in field_table(body) if row.name not in ServerFields.model_fields]
-        for route, body in BODIES.items()
-    },
-    "`/inference/v1/generate`": field_table(generate.GenerateBody),
-    "`sampling_params` of `/inference/v1/generate`": field_table(generate.GenerateSampling),
+    "/inference/v1/generate": generate.GenerateBody,
 }
 
 
@@ -52,12 +43,20 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("heading", TABLES)
-def test_the_table_of_request_fields_is_the_codes(heading: str) -> None:
-    fields: Sequence[FieldNote] = TABLES[heading]
-    rows = ["| field | | |", "|---|---|---|", *(f"| `{f.name}` | {f.support} | {f.note} |" for f in fields)]
-    section = PAGE.split(f"### {heading}\n\n")[1].split("\n\n")[0]
-    assert section.splitlines() == rows
+@pytest.mark.parametrize("route", BODIES)
+def test_every_request_field_is_in_the_table_of_its_route_or_in_a_shared_one(route: str) -> None:
+    def fields(heading: str) -> list[tuple[str, ...]]:
+        section = REFERENCE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+        return re.findall(r"^\| `(\w+)` \| ([\w ]+) \| (.*) \|$", section, re.MULTILINE)
+
+    listed = fields(f"POST {route}")
+    expected = field_table(BODIES[route])
+    if route == "/inference/v1/generate":  # has the fields of its sampling parameters in a second table
+        listed += fields("Sampling fields")
+        expected += field_table(generate.GenerateSampling)
+    else:
+        listed += fields("Sampling fields") + fields("Fields of vLLM's server")
+    assert sorted(listed) == sorted((row.name, str(row.support), row.note) for row in expected)
 
 
 @pytest.fixture(scope="module")

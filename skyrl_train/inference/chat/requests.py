@@ -82,7 +82,7 @@ class ChatRequest:
         tools: OpenAI tool specifications (``{"type": "function", "function": {...}}``).
         tool_choice: "none" hides the tools from the model; "required" forces one call.
         allowed_tools: the names of the tools that may be called; None: all. "auto" hides the others.
-        single_call: the response ends behind its first tool call. "required" is one call in any case.
+        single_call: the response ends after its first tool call. "required" is one call in any case.
         adapter: a LoRA adapter by name; None: the policy.
         template_kwargs: further arguments of the chat template (``enable_thinking``).
         continue_final: the response continues the last message, which is the assistant's and has text, instead of beginning one.

@@ -1,7 +1,7 @@
 """Pydantic models of request bodies: the base class, markers for fields without effect, readable errors, and shared fields.
 
-A model is the only description of its body: it validates, it gives the OpenAPI schema (:func:`body_schema`), and the tables of
-the docs are compared with it.
+A model is the only description of its body: it validates, and gives the OpenAPI schema (:func:`body_schema`) and the table in
+the docs (:func:`field_table`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -208,6 +209,39 @@ def body_schema(model: type[RequestBody]) -> dict[str, Any]:
     return inline
 
 
+class Support(StrEnum):
+    """How a request field is treated."""
+
+    SUPPORTED = "supported"
+    IGNORED = "ignored"  # any value is accepted and has no effect
+    NEUTRAL = "default only"  # accepted with the value that changes nothing, rejected with any other
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNote:
+    """A row of the docs' table of request fields."""
+
+    name: str
+    support: Support
+    note: str
+    required: bool
+
+
+def field_table(model: type[RequestBody]) -> list[FieldNote]:
+    """Return how each field of ``model`` is treated, required fields first."""
+    rows = []
+    for name, field in model.model_fields.items():
+        marker = next((entry for entry in field.metadata if isinstance(entry, Unsupported)), None)
+        if marker is not None:
+            support = Support.NEUTRAL if marker.neutral else Support.REJECTED
+            rows.append(FieldNote(name, support, marker.note, False))
+        else:
+            support = Support.IGNORED if field.exclude else Support.SUPPORTED
+            rows.append(FieldNote(name, support, field.description or "", field.is_required()))
+    return sorted(rows, key=lambda row: not row.required)
+
+
 # Fields that dialects share ---------------------------------------------------------------------------------------
 
 MAX_STOPS = 4
@@ -311,10 +345,10 @@ class SamplingFields(RequestBody):
     top_k: Annotated[int, Whole(-1, 2**31 - 1)] | None = Field(None, description="0 and -1 switch it off")
     min_p: float | None = Field(None, ge=0, le=1, description="0 switches it off")
     min_tokens: Annotated[int, Whole(0, MAX_TOKENS)] | None = Field(
-        None, description="nothing ends the response before"
+        None, description="fewest tokens of the response: no stop token or string ends it before"
     )
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64, description="end the response, and stay in it")
-    ignore_eos: bool | None = Field(None, description="continue behind the end of sequence")
+    ignore_eos: bool | None = Field(None, description="continue after the end-of-sequence token")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="of tokens that the response has; default 0")
     frequency_penalty: float | None = Field(
         None, ge=-2, le=2, description="for each time that the response has a token; default 0"
@@ -399,11 +433,11 @@ class GenerationBody(SamplingFields, ServerFields):
 
     model: NonEmpty = Field(description="a name that GET /v1/models lists")
     stream: bool | None = Field(None, description="server-sent events, [DONE] at the end")
-    return_token_ids: bool | None = Field(None, description="adds the skyrl objects to the response")
+    return_token_ids: bool | None = Field(None, description="adds token ids, log-probs and versions (skyrl)")
 
 
 class StreamOptions(RequestBody):
-    """What OpenAI's streams end with."""
+    """How OpenAI's streams end."""
 
     include_usage: bool | None = Field(None, description="a last chunk with the usage")
     include_obfuscation: Any = ignored("nothing is padded")
@@ -427,7 +461,7 @@ STRICT_SCHEMA_NOTE = "true: a keyword that cannot be followed is an error; else 
 
 
 class NamedSchema(RequestBody):
-    """A JSON schema that the response shall follow."""
+    """A JSON schema that the response must follow."""
 
     name: NonEmpty
     json_schema: JsonObject = Field(alias="schema")

@@ -246,4 +246,4 @@ def chosen_tools(choice: ToolChoice | None) -> Chosen:
 FORCED_NOTE = (
     "auto, none, required (one call), a named function or allowed_tools; forced calls where the engines can be guided"
 )
-PARALLEL_NOTE = "false: the response ends behind its first call"
+PARALLEL_NOTE = "false: the response ends after its first call"
