@@ -25,12 +25,19 @@ class TrajectoryID:
     repetition_id: int
 
     def to_string(self) -> str:
+        """Return the session id of the sample's requests: with it they stay on one engine, and a resume replays them."""
         return f"{self.instance_id}_{self.repetition_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """Context of a batch. ``seeds`` has one seed per trajectory; use it for all random choices in that trajectory."""
+    """Context of a batch.
+
+    Attributes:
+        global_step: one more than the policy version that the engines served when the attempt began; in an evaluation the
+            version that is evaluated.
+        seeds: one seed per trajectory; use it for all random choices in that trajectory.
+    """
 
     global_step: int
     training_phase: Literal["train", "eval"]
@@ -38,7 +45,14 @@ class BatchMetadata:
 
 
 class GeneratorInput(TypedDict):
-    """One entry per trajectory in each list (a group's prompt is repeated ``n_samples_per_prompt`` times)."""
+    """One entry per trajectory in each list (a group's prompt is repeated ``n_samples_per_prompt`` times).
+
+    Attributes:
+        prompts: conversations, lists of ``{"role", "content"}``.
+        env_classes: names of environments.
+        env_extras: the other columns of the data row.
+        sampling_params: for the client; None: ``generator.sampling_params``.
+    """
 
     prompts: list[ConversationType]
     env_classes: list[str]
@@ -77,7 +91,9 @@ class GeneratorOutput(TypedDict):
     The inner lists of ``response_ids``, ``loss_masks``, ``rollout_logprobs`` and ``rollout_versions`` are aligned by token.
     ``loss_masks`` is 1 on sampled tokens and 0 on all other tokens of the response (tool results, templates), where
     ``rollout_logprobs`` is 0.0 and ``rollout_versions`` -1. ``rewards`` has one float per response or per token.
-    ``rollout_grammars`` has the spans of each response that were sampled under a grammar; the trainer masks the same tokens.
+    ``prompt_token_ids`` is the prompt of the first request. ``rollout_metrics`` maps names to numbers; those below
+    ``environment/`` need no declaration. ``rollout_grammars`` has the spans of each response that were sampled under a grammar;
+    the trainer masks the same tokens.
     """
 
     prompt_token_ids: list[list[int]]

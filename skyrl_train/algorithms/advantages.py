@@ -33,15 +33,21 @@ STD_EPSILON = 1e-6  # added to the standard deviation: bounds the advantages of 
 class GroupRewards:
     """The rewards of a group of n samples. A sample of several sequences has the tokens of all of them in a row.
 
+    Attributes:
+        token_rewards: per sample ``[T_i]``, with penalties for length and KL.
+        loss_masks: per sample bool (or 0/1) ``[T_i]``, True on sampled tokens.
+        in_baseline: per sample, whether it is part of the baseline of the others.
+        values: per sample ``[T_i]``, from the critic; None: there is no critic.
+
     Raises:
         GeneratorOutputError: (constructor) a reward is not finite.
         ValueError: (constructor) the fields have different numbers of samples.
     """
 
-    token_rewards: Sequence[Sequence[float]]  # per sample [T_i], with penalties for length and KL
-    loss_masks: Sequence[torch.Tensor]  # per sample bool (or 0/1) [T_i], True on sampled tokens
-    in_baseline: Sequence[bool]  # per sample: whether it is part of the baseline of the others
-    values: Sequence[torch.Tensor] | None = None  # per sample [T_i], from the critic; None: there is no critic
+    token_rewards: Sequence[Sequence[float]]
+    loss_masks: Sequence[torch.Tensor]
+    in_baseline: Sequence[bool]
+    values: Sequence[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         counts = (len(self.token_rewards), len(self.loss_masks), len(self.in_baseline))
@@ -67,12 +73,15 @@ class GroupRewards:
         return [torch.from_numpy(value * mask) for value, mask in zip(values, masks, strict=True)]
 
 
-# Maps the rewards of one group to per-token advantages: per sample float32 [T_i], 0 where the mask is False. ``config.kwargs``
-# holds the parameters of a user's estimator. It must depend on these two alone: a step's minibatch may be built ahead of it, and
-# again if other groups train then.
 AdvantageEstimator: TypeAlias = Callable[[GroupRewards, AlgorithmConfig], "list[torch.Tensor]"]
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("trainer.algorithm.advantage_estimator")
 register_advantage_estimator = ADVANTAGE_ESTIMATORS.register
+"""Decorator ``@register_advantage_estimator("name")`` of a function of ``(group: GroupRewards, config: AlgorithmConfig)``.
+
+It returns the advantages of each sample, a list of float32 ``[T_i]``, 0 where the sample's loss mask is 0. ``config.kwargs`` has
+your parameters. It must depend on its arguments alone: a step's minibatch may be built ahead of it, and again if other groups
+train then.
+"""
 
 
 @register_advantage_estimator("grpo")

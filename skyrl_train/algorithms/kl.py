@@ -25,10 +25,14 @@ from skyrl_train.runtime.lazy_torch import torch
 
 MAX_ERROR = 0.2  # bound on the relative error that one step reacts to
 
-# Maps the log-probs [N] of N tokens under p (which sampled them; gradients flow through it) and under q to estimates [N] in nats.
 KlEstimator: TypeAlias = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 KL_ESTIMATORS: Registry[KlEstimator] = Registry("trainer.algorithm.kl_estimator_type")
 register_kl_estimator = KL_ESTIMATORS.register
+"""Decorator ``@register_kl_estimator("name")`` of a function of ``(logprobs: Tensor, reference_logprobs: Tensor)``.
+
+Its arguments are the log-probs ``[N]`` of N tokens under the policy that sampled them, through which gradients flow, and under
+the reference. It returns one estimate per token: ``[N]``, in nats.
+"""
 
 
 @register_kl_estimator("k1")

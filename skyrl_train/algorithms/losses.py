@@ -33,17 +33,27 @@ COVARIANCE_MEANS = ("mean_logprob", "mean_advantage")
 
 
 class TokenLosses(NamedTuple):
-    """All ``[N]``: the loss of each token, the ratio in it, and whether a bound decided the gradient. Only the loss has one."""
+    """The result of a policy loss; all ``[N]``.
+
+    Attributes:
+        loss: of each token, with gradient.
+        ratio: the ratio in it, without gradient.
+        clipped: bool, whether a bound decided the gradient.
+    """
 
     loss: torch.Tensor
     ratio: torch.Tensor
     clipped: torch.Tensor
 
 
-# A loss depends on each sequence alone, and on tokens.minibatch. ``config.kwargs`` holds the parameters of a user's loss.
 PolicyLoss: TypeAlias = Callable[[PolicyTokens, AlgorithmConfig], TokenLosses]
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("trainer.algorithm.policy_loss_type")
 register_policy_loss = POLICY_LOSSES.register
+"""Decorator ``@register_policy_loss("name")`` of a function of ``(tokens: PolicyTokens, config: AlgorithmConfig)``.
+
+It returns :class:`TokenLosses`, one value per token. It must depend on each sequence alone, and on ``tokens.minibatch``.
+``config.kwargs`` has your parameters.
+"""
 
 
 @register_policy_loss("ppo_clip")

@@ -52,19 +52,27 @@ M2PO_THRESHOLD = "m2po_threshold"
 
 
 class TokenWeights(NamedTuple):
-    """All ``[N]``, without gradient."""
+    """The result of an off-policy correction; all ``[N]``, without gradient.
+
+    Attributes:
+        weights: of each token's loss.
+        truncated: bool, whether the weight is smaller than the ratio, but not 0.
+        rejected: bool, whether the token leaves the numerator of the loss; None: the correction rejects nothing.
+    """
 
     weights: torch.Tensor
-    truncated: torch.Tensor  # bool: the weight is smaller than the ratio, but not 0
-    # bool: the token leaves the numerator of the loss; None: the correction rejects nothing
+    truncated: torch.Tensor
     rejected: torch.Tensor | None = None
 
 
-# Maps trained tokens to the weight of each token's loss; depends on each sequence alone. ``config.kwargs`` holds the parameters
-# of a user's correction.
 Correction: TypeAlias = Callable[[PolicyTokens, AlgorithmConfig], TokenWeights]
 CORRECTIONS: Registry[Correction] = Registry(f"{_SETTING}.tis_ratio_type")
 register_off_policy_correction = CORRECTIONS.register
+"""Decorator ``@register_off_policy_correction("name")`` of a function of ``(tokens: PolicyTokens, config: AlgorithmConfig)``.
+
+It returns :class:`TokenWeights`, the weight of each token's loss. It must depend on each sequence alone. ``config.kwargs`` has
+your parameters.
+"""
 
 # Maps trained tokens to one number for each: ``[N]``, float64, without gradient.
 RejectionStatistic: TypeAlias = Callable[[PolicyTokens], "torch.Tensor"]

@@ -22,25 +22,39 @@ from skyrl_train.errors import ConfigError
 
 
 class SequenceCounts(NamedTuple):
-    """Trained tokens before any was rejected or masked, and the number of sequences that share the prompt."""
+    """Trained tokens before any was rejected or masked, and the number of sequences that share the prompt.
 
-    tokens: int  # of the sequence; may be 0
-    group_tokens: int  # of all sequences of its group together
-    group_sequences: int  # in its group, itself included
+    Attributes:
+        tokens: of the sequence; may be 0.
+        group_tokens: of all sequences of its group together.
+        group_sequences: in its group, itself included.
+    """
+
+    tokens: int
+    group_tokens: int
+    group_sequences: int
 
 
 class Share(NamedTuple):
-    """The contribution of one sequence to the two sums of a reduction."""
+    """The contribution of one sequence to the two sums of a reduction.
 
-    token_weight: float  # of the loss of each of its tokens; of the order of 1, because it scales float32 sums
+    Attributes:
+        token_weight: of the loss of each of its tokens; of the order of 1, because it scales float32 sums.
+        denominator: what it adds to the denominator.
+    """
+
+    token_weight: float
     denominator: float
 
 
-# Maps the counts of a sequence to its share: finite numbers, with a denominator above 0 unless the sequence has no tokens, and
-# never below 0. It must not depend on anything else, so that no split of the step can change it.
 Reduction: TypeAlias = Callable[[SequenceCounts, AlgorithmConfig], Share]
 REDUCTIONS: Registry[Reduction] = Registry("trainer.algorithm.loss_reduction")
 register_loss_reduction = REDUCTIONS.register
+"""Decorator ``@register_loss_reduction("name")`` of a function of ``(counts: SequenceCounts, config: AlgorithmConfig)``.
+
+It returns the :class:`Share` of a sequence: finite numbers, with a denominator above 0 unless the sequence has no tokens, and
+never below 0. It must depend on its arguments alone, so that no split of the step can change it.
+"""
 
 
 def reduction_scale(denominators: Iterable[float]) -> float:

@@ -26,16 +26,23 @@ MAX_LOG_RATIO = 20.0  # exp stays finite in float32; a ratio this far from 1 car
 class PolicyTokens:
     """N trained tokens of R sequences, sequence after sequence; all tensors ``[N]``, log-probs in nats.
 
-    Gradients flow through ``logprobs`` alone.
+    Attributes:
+        logprobs: of the policy that is being optimized. Gradients flow through them alone.
+        proximal_logprobs: of the policy that losses bound the ratio to.
+        behaviour_logprobs: of the engine that sampled the token.
+        advantages: of each token.
+        sequence_index: int64, in [0, R), ascending.
+        num_sequences: R.
+        minibatch: numbers about the whole minibatch, by name.
     """
 
-    logprobs: torch.Tensor  # of the policy that is being optimized
+    logprobs: torch.Tensor
     proximal_logprobs: torch.Tensor
     behaviour_logprobs: torch.Tensor
     advantages: torch.Tensor
-    sequence_index: torch.Tensor  # int64, in [0, R), ascending
-    num_sequences: int  # R
-    minibatch: Mapping[str, float] = field(default_factory=dict)  # numbers about the whole minibatch, by name
+    sequence_index: torch.Tensor
+    num_sequences: int
+    minibatch: Mapping[str, float] = field(default_factory=dict)
 
     def per_token(self, of_sequences: torch.Tensor) -> torch.Tensor:
         """``[R]`` to ``[N]``: each token gets the value of its sequence."""

@@ -1,7 +1,8 @@
 """The generator interface: anything that turns prompts into rewarded, token-exact trajectories.
 
-The fields are SkyRL's, plus ``rollout_versions``. A generator written for SkyRL needs its import lines changed, and has to
-pass the client's versions through.
+The fields are SkyRL's, plus ``rollout_versions``. A generator written for SkyRL runs unchanged with
+``generator.name=skyrl``. As a subclass of this library's interface it has other import lines, and passes the client's versions
+through.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ class GeneratorInterface(ABC):
 
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """Generate a trajectory for each entry of ``input_batch``.
+        """Generate a trajectory for each entry of ``input_batch``, and return them in the same order.
 
-        Weight updates, aborts and engine deaths happen inside the client's calls and do not show here. The method may
-        raise; the trainer retries the group.
+        Weight updates, aborts and engine deaths happen inside the client's calls and do not show here.
+
+        Raises:
+            Exception: any. The rollout has failed; the trainer retries the group, as ``trainer.failures`` says.
         """
 
 

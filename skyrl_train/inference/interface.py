@@ -96,8 +96,11 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy; log-probs then belong to temperature 1. ``top_k`` <= 0, ``top_p`` 1 and ``min_p`` 0 disable
     the filters. ``seed`` None uses the engine's own random stream. ``stop`` strings end a response at the token that
-    completes one of them; the client matches them, engines do not see them. ``top_logprobs`` is the number of alternatives
-    per token.
+    completes one of them; the client matches them, also where engines end requests at them. ``top_logprobs`` is the number of
+    alternatives per token. The client samples ``n`` responses; engines take one.
+
+    Raises:
+        ConfigError: (constructor) a value is impossible.
     """
 
     max_tokens: int = 256
@@ -159,6 +162,8 @@ class SamplingParams:
 class InferenceEngineInput(TypedDict, total=False):
     """A batch of requests. Exactly one of ``prompts`` (conversations) and ``prompt_token_ids`` is given.
 
+    ``sampling_params`` are those of every request; None: the defaults of :class:`SamplingParams`. ``session_ids`` has one per
+    prompt: requests of a session stay on one engine.
     ``priority``: a lower one is scheduled first by engines with ``capabilities.priorities``; others ignore it.
     ``adapter``: the name of a loaded LoRA adapter (``load_adapter``). ``chunk_tokens``: tokens per streamed chunk (default 1),
     where ``capabilities.chunked_streaming``. ``detokenize=False``: the client leaves ``responses`` empty; engines ignore it.

@@ -47,8 +47,13 @@ SETTING = "rollout.stages.reward.function"
 class SampleToReward:
     """A finished trajectory; of a trajectory with several sequences, the last one.
 
-    ``text`` is the whole response without special tokens. In an episode with several turns it includes the messages of tools
-    and environment. ``loss_mask`` is 1 on the tokens that the policy sampled.
+    Attributes:
+        text: the whole response without special tokens; with several turns, the messages of tools and environment included.
+        prompt_token_ids: ``[P]``.
+        response_ids: ``[T]``.
+        loss_mask: ``[T]``, 1 on the tokens that the policy sampled, else 0.
+        stop_reason: reason for the end of the response, such as "stop" or "length".
+        reward: the generator's reward for the whole trajectory.
     """
 
     text: str
@@ -56,19 +61,28 @@ class SampleToReward:
     response_ids: list[int]
     loss_mask: list[int]
     stop_reason: str
-    reward: float  # the generator's reward for the whole trajectory
+    reward: float
 
 
 @dataclass(frozen=True, slots=True)
 class GroupToReward:
-    """All samples of a prompt, and the prompt's row of the data set."""
+    """All samples of a prompt, and the prompt's row of the data set.
+
+    Attributes:
+        uid: name of the prompt.
+        data_source: its source.
+        prompt: the conversation of ``{"role", "content"}``.
+        env_extras: the row's other columns, such as the correct answer.
+        samples: the trajectories to score.
+        is_text: the row has text, from which ``prompt`` has its only message.
+    """
 
     uid: str
     data_source: str
     prompt: Sequence[Mapping[str, Any]]
-    env_extras: Mapping[str, Any]  # the row's other columns, such as the correct answer
+    env_extras: Mapping[str, Any]
     samples: tuple[SampleToReward, ...]
-    is_text: bool = False  # the row has text, from which prompt has its only message
+    is_text: bool = False
 
     def own_copy(self) -> GroupToReward:
         """Return a copy for one call of user code, which may write into the lists and mappings that it receives."""

@@ -35,14 +35,22 @@ class StalenessView:
 
     Valid only during a call; do not keep it. The version of a running group is the one of its admission, which is never newer
     than its oldest token.
+
+    Attributes:
+        step: t, the step that trains next.
+        batch_groups: B.
+        slots: free batch slots of step t.
+        max_staleness_steps: S.
+        running: number of running groups by version.
+        finished: number of finished groups by version.
     """
 
-    step: int  # t, the step that trains next
-    batch_groups: int  # B
-    slots: int  # free batch slots of step t
-    max_staleness_steps: int  # S
-    running: Mapping[int, int]  # version -> groups
-    finished: Mapping[int, int]  # version -> groups
+    step: int
+    batch_groups: int
+    slots: int
+    max_staleness_steps: int
+    running: Mapping[int, int]
+    finished: Mapping[int, int]
 
     def deadline(self, version: int) -> int:
         """Return the last step in which a group with this oldest version keeps the bound."""
@@ -119,6 +127,7 @@ class StalenessPolicy:
 
 STALENESS_POLICIES: Registry[type[StalenessPolicy]] = Registry(SETTING)
 register_staleness_policy = STALENESS_POLICIES.register
+"""Decorator ``@register_staleness_policy("name")`` of a subclass of :class:`StalenessPolicy`, which is made without arguments."""
 
 
 @STALENESS_POLICIES.register("accept")
