@@ -93,7 +93,7 @@ class CriticModelConfig:
 class TrainingStrategy(StrEnum):
     """The place where policy and critic are trained."""
 
-    local = "local"  # in this process, on the CPU or one GPU
+    local = "local"  # on this machine, on the CPU or one GPU (see executor)
     fsdp2 = "fsdp2"  # by Ray actors, each with a shard of the parameters, on any number of nodes
 
 
@@ -288,7 +288,8 @@ class AlgorithmConfig:
     advantage_batch_normalize: bool | None = None  # over all tokens of a minibatch; None: with reinforce++ and gae
     gamma: Share = 1.0  # discount per trained token: reinforce++, gae; 1: no discount
     lambd: Share = 1.0  # gae: 1 takes the whole return, 0 only the next value
-    value_clip: Positive | None = 0.2  # gae: how far a value may profit from moving in one step; None: no bound
+    # gae: a value that moves further than this from its old one lowers the loss no more; None: no bound
+    value_clip: Positive | None = 0.2
     # ppo_clip | dual_clip | gspo | cispo | sapo | clip_cov | kl_cov | importance_sampling
     policy_loss_type: str = "ppo_clip"
     eps_clip_low: Annotated[float, Interval(ge=0, lt=1)] | None = None  # clipped losses; None: 0.2, for gspo 3e-4
@@ -566,14 +567,14 @@ class SamplingConfig:
     """Mirrors :class:`skyrl_train.inference.interface.SamplingParams`; ``max_tokens`` limits one turn."""
 
     max_tokens: Count = 64  # longest response of a turn
-    min_tokens: CountOrZero = 0  # nothing ends a response before
+    min_tokens: CountOrZero = 0  # fewest tokens of a response: no stop token or text ends it before
     temperature: NonNegative = 1.0  # 0: greedy
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0  # 1: off
     top_k: int = -1  # -1: off
     min_p: Share = 0.0  # 0: off
     stop: list[str] = field(default_factory=list)  # texts that end a response
     stop_token_ids: list[int] = field(default_factory=list)  # tokens that end a response
-    ignore_eos: bool = False  # continue behind the end-of-sequence token
+    ignore_eos: bool = False  # continue after the end-of-sequence token
 
 
 @dataclass
@@ -599,7 +600,7 @@ class GeneratorConfig:
     chat_template: str | None = None  # a file with a Jinja template; None: the tokenizer's
     chat_template_kwargs: dict[str, Any] = field(
         default_factory=dict
-    )  # such as {enable_thinking: false}; a request's win
+    )  # such as {enable_thinking: false}; those of a request win over them
     # The treatment of requests in flight during a weight sync
     pause_mode: Annotated[str, OneOf("keep", "recompute", "abort", "wait")] = "keep"
     pause_timeout_s: Positive = 60.0  # for each phase of a weight sync
