@@ -31,8 +31,8 @@ class MinibatchInputs:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for inputs that give the same minibatch. A group never changes once it has finished."""
-        return tuple(group.group_index for group in self.groups), self.step, self.oldest_trained_version, self.kl_factor
+        """Equal for inputs that give the same minibatch. A user's trainer may train other groups under the same indices."""
+        return tuple(self.groups), self.step, self.oldest_trained_version, self.kl_factor
 
 
 class MinibatchBuilder:

@@ -69,7 +69,13 @@ def test_the_next_step_may_be_prepared_before_this_one_begins(built: list[int]) 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"groups": [group(4), group(8)]}, {"groups": [group(4)]}, {"oldest_trained_version": 2}, {"kl_factor": 0.5}],
+    [
+        {"groups": [group(4), group(8)]},
+        {"groups": [group(4)]},
+        {"groups": [group(4), group(7, reward=-1.0)]},  # a trainer of the user's has changed it
+        {"oldest_trained_version": 2},
+        {"kl_factor": 0.5},
+    ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_minibatch_of_other_inputs_is_built_anew(changes: dict[str, Any]) -> None:
