@@ -276,6 +276,7 @@ class PPOTrainer:
             chosen = await self.next_batch()
         if chosen is None:
             return None
+        waited_s = clock() - waiting_since
         turn = {}
         if self.colocation is not None:
             self.phase.enter(f"puts the engines to sleep for step {self.global_step + 1}")
@@ -283,8 +284,10 @@ class PPOTrainer:
             turn |= await self.colocation.begin_training()
         self.phase.enter(f"trains step {self.global_step + 1}")
         # Groups that were spilled to disk are read now; this time counts as waiting for the batch.
+        loading_since = clock()
         batch = await self.rollout.buffer.load(chosen)
         started = clock()
+        waited_s += started - loading_since
         # Runs until the update ends, at the latest.
         preparing = asyncio.create_task(self.prepare_next_minibatch(), name="prepare-minibatch")
         try:
@@ -294,7 +297,7 @@ class PPOTrainer:
         updated_s = clock() - started
         trained_s = metrics.get("time/train", updated_s)  # a subclass's update_policy need not measure it
         times = {
-            "time/wait_for_batch": started - waiting_since,
+            "time/wait_for_batch": waited_s,
             "time/prepare_update": updated_s - trained_s,
             "time/train": trained_s,
         }

@@ -94,6 +94,22 @@ async def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path, mode: str) -> No
     assert [row["time/step"] for row in h.rows] == [waited + row["time/train"] / 5.0 * 7.0 for row in h.rows]
 
 
+async def test_the_change_of_turns_is_no_wait_for_groups(tmp_path: Path) -> None:
+    now_s = [0.0]
+    h = Harness(tmp_path, "trainer.mode=partial_rollout", clock=lambda: now_s[0])
+    colocation = h.trainer.colocation
+    assert colocation is not None
+    begin = colocation.begin_training
+
+    async def slow() -> dict[str, float]:
+        now_s[0] += 4.0
+        return await begin()
+
+    colocation.begin_training = slow  # type: ignore[method-assign]
+    await h.train()
+    assert {(row["time/step"], row["time/wait_for_batch"]) for row in h.rows} == {(4.0, 0.0)}
+
+
 async def test_an_update_policy_that_measures_nothing_counts_as_training(tmp_path: Path) -> None:
     now_s = [0.0]
     h = Harness(tmp_path, "trainer.mode=sync", clock=lambda: now_s[0])
