@@ -614,6 +614,10 @@ class PPOTrainer:
         if steps := self.saving.exporting:
             some = ", ".join(map(str, steps))
             self.components.reporter.note(f"exports of step {some} still run; this run ends after them")
+
+        async def free_staging() -> None:
+            self.components.syncer.close()
+
         # Producers before consumers: no group, evaluation or weight sync may use an engine that is torn down.
         errors = await close_all(
             [
@@ -625,9 +629,9 @@ class PPOTrainer:
                 self.training.aclose,
                 lambda: asyncio.to_thread(self.minibatches.close),
                 lambda: asyncio.to_thread(self.components.backend.close),
+                free_staging,
+                lambda: asyncio.to_thread(self.components.release_resources),
             ]
         )
-        self.components.syncer.close()
-        await asyncio.to_thread(self.components.release_resources)
         self.components.reporter.close()
         return errors

@@ -149,6 +149,30 @@ async def test_a_part_that_does_not_close_hides_no_error_and_keeps_no_other_part
     assert torn_down
 
 
+@pytest.mark.parametrize("part", ["copies of the weights", "resources of a cluster"])
+async def test_what_is_freed_last_hides_no_error_either(tmp_path: Path, part: str) -> None:
+    h = Harness(tmp_path, *FIRST_FAILURE)
+
+    def broken() -> None:
+        raise OSError("scripted: it is not freed")
+
+    def fail(batch: GeneratorInput) -> None:
+        raise ValueError("the first cause")
+
+    if part == "copies of the weights":
+        h.trainer.components.syncer.close = broken  # type: ignore[method-assign]
+    else:
+        h.trainer.components = dataclasses.replace(h.trainer.components, release_resources=broken)
+    h.generator.before = fail
+    with pytest.raises(RolloutError, match="the first cause"):
+        await h.train()
+    again = Harness(tmp_path)
+    again.trainer.components = dataclasses.replace(again.trainer.components, release_resources=broken)
+    with pytest.raises(OSError, match="not freed"):
+        await again.train()
+    assert again.trainer.global_step == 8
+
+
 async def test_a_part_that_does_not_close_is_the_error_of_a_run_without_another(tmp_path: Path) -> None:
     h = Harness(tmp_path)
 
