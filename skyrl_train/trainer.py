@@ -563,7 +563,10 @@ class PPOTrainer:
             self.phase.enter("evaluates the final policy")
             # An evaluation that runs must end before the engines get other weights.
             await self.evaluation.hold()
-            if self.components.client.policy_version != self.global_step:  # the last step was not due for a weight sync
+            # The last step may not have been due for a weight sync.
+            if self.evaluation.needs_engines(self.global_step) and (
+                self.components.client.policy_version != self.global_step
+            ):
                 await self.serve_policy()
             await self.evaluation.conclude(self.global_step)
 

@@ -173,14 +173,21 @@ class Evaluation:
     async def conclude(self, step: int) -> None:
         """Evaluate the policy after the last ``step``, unless that is done, and wait for all evaluations.
 
-        The weights do not change, and the run's engines serve that version.
+        The weights do not change, and the run's engines serve that version if it needs them.
 
         Raises:
             Exception: ``error``, if there is one.
         """
-        if self._schedule.interval and self._newest < step:
+        if self._lacks(step):
             await self._begin(step)
         await self.finish()
+
+    def needs_engines(self, step: int) -> bool:
+        """Return whether :meth:`conclude` evaluates the policy after ``step`` on the run's engines."""
+        return self._engines.shared and self._lacks(step)
+
+    def _lacks(self, step: int) -> bool:
+        return self._schedule.interval > 0 and self._newest < step
 
     async def finish(self) -> None:
         """Wait until all evaluations have ended.

@@ -160,6 +160,24 @@ async def test_weights_are_synced_every_k_steps(tmp_path: Path) -> None:
     assert versions <= {-1, 0, 2, 4, 6}
 
 
+@pytest.mark.parametrize(("interval", "versions"), [(0, [0, 3, 6]), (6, [0, 3, 6, 8])])
+async def test_a_last_step_without_a_weight_sync_gets_one_for_its_evaluation_alone(
+    tmp_path: Path, interval: int, versions: list[int]
+) -> None:
+    evaluation = (f"trainer.eval.interval={interval}", "trainer.eval.generate=3")
+    h = Harness(tmp_path, "trainer.fully_async.weight_sync_interval=3", *evaluation)
+    loaded: list[int] = []
+    load = h.engine.load_weights
+
+    async def observed(update: object) -> None:
+        loaded.append(update.version)  # type: ignore[attr-defined]
+        await load(update)  # type: ignore[arg-type]
+
+    h.engine.load_weights = observed  # type: ignore[method-assign,assignment]
+    await h.train()
+    assert loaded == versions and h.trainer.finished
+
+
 # Streaming minibatches -------------------------------------------------------------------------------------------------
 
 
