@@ -119,6 +119,13 @@ class Patient(StalenessPolicy):
         return sum(view.running.values()) > 0
 
 
+class Picky(StalenessPolicy):
+    """Leaves groups out, which are not lost by that."""
+
+    def select(self, view: StalenessView, finished: Sequence[BufferedGroup]) -> Sequence[BufferedGroup]:  # type: ignore[override]
+        return finished[:1]
+
+
 class AnyDepth(StalenessPolicy):
     """Answers what it is told to."""
 
@@ -157,6 +164,17 @@ def test_a_policy_of_ones_own_decides_when_to_wait() -> None:
     assert m.select([Finished(0, 0)]) is None
     m.release(1, "failed")
     assert m.select([Finished(0, 0)]) == [Finished(0, 0)]
+
+
+def test_a_policy_of_ones_own_cannot_make_a_step_smaller() -> None:
+    m = manager(2, 1, 1, policy=f"{__name__}:Picky")
+    groups = [Finished(group_index, 0) for group_index in range(2)]
+    for group in groups:
+        m.admit(group.group_index, 0)
+        m.finish(group.group_index)
+    with pytest.raises(StalenessError, match=r"Picky\.select returned 1 of 2 groups, and the step needs 2"):
+        m.select(groups)
+    assert m.select(groups, at_least=1) == groups[:1]
 
 
 def test_the_promise_of_a_policy_of_ones_own_is_asserted_too() -> None:

@@ -353,7 +353,12 @@ class StalenessManager:
         if len(finished) < wanted:
             return None
         chosen = self.policy.select(view, finished)[:filled]
-        # A user's policy may return anything, so each choice is checked against the buffer.
+        # A user's policy may return anything, so their number and each choice are checked.
+        if len(chosen) < wanted:
+            raise StalenessError(
+                f"{type(self.policy).__name__}.select returned {len(chosen)} of {len(finished)} groups, and the step needs "
+                f"{wanted}; it has to return all of them, in the order in which they train"
+            )
         for group in chosen:
             if group.group_index not in self._buffered.versions:
                 raise StalenessError(
