@@ -178,7 +178,9 @@ class RolloutManager:
             ],
         )
         self.staleness.train(batch)
-        self.prompts.settle([group.group_index for group in batch], "trained", batch)
+        # The stand-in for a failed group has no samples from which a sampler could learn.
+        sampled = [group for group in batch if not group.masked]
+        self.prompts.settle([group.group_index for group in batch], "trained", sampled)
 
     def discard_finished(self) -> None:
         """Forget all groups that have finished and are not trained: after a resume, their prompts are generated again."""

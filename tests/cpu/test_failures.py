@@ -555,8 +555,12 @@ async def test_a_masked_failure_costs_a_step_one_group_and_nothing_else(tmp_path
             raise ValueError("scripted")
 
     h.generator.before = fail_always
+    learned_from: list[int] = []  # by a sampler
+    sampler = h.trainer.rollout.prompts.source._sampler  # type: ignore[attr-defined]
+    sampler.observe = lambda row, group: learned_from.append(group.group_index)
     await h.train()
     assert sorted(h.trained) == list(range(32)) and h.rows[-1]["async/failed"] == 0
+    assert sorted([*learned_from, 3]) == list(range(32))
     sequences = [len(m.sequences) for m in h.backend.minibatches]
     assert sorted(sequences) == [6] + [8] * 7 and all(m.num_groups == 4 for m in h.backend.minibatches)
 

@@ -51,7 +51,10 @@ class Sampler(ABC):
         """Return the row of the data set, counted from 0, for ``group_index``."""
 
     def observe(self, row: int, group: RolloutGroup) -> None:  # noqa: B027 - most samplers do not learn
-        """Learn from a group of this run that was trained or filtered. Called once for each, in that order."""
+        """Learn from a group of this run that was trained or filtered. Called once for each, in that order.
+
+        Not for a group that failed and takes its batch slot without samples (``on_rollout_failure=mask``).
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-able state that :meth:`row` and :meth:`observe` have changed."""
