@@ -503,8 +503,9 @@ class PPOTrainer:
         if self._reported < self.global_step:  # after a resume, nothing would report its prompts
             error.add_note(f"Step {self.global_step} has no row of metrics, so it is not saved: it is trained again.")
             return
-        if isinstance(error, GeneratorOutputError):
-            # Training would reject these groups after each resume, whatever becomes of the generator.
+        if isinstance(error, GeneratorOutputError) and error is not self.rollout.dispatcher.error:
+            # Training would reject these groups after each resume, whatever becomes of the generator. (Where a group in
+            # generation broke the contract, the finished ones have passed the check.)
             self.rollout.discard_finished()
         try:
             await self.save_checkpoint()

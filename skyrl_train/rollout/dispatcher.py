@@ -92,6 +92,7 @@ class Dispatcher:
         self._first_groups: list[int] = []  # the first FIRST_GROUPS that this process admitted
         self._first_failures: list[str] = []  # of those that failed for good: the line of the user's code; "": none
         self._stopped = False  # no more admission
+        self._discards = False  # groups that finish stay in flight for the ledger
         self._closing = False  # cancellations are ours
         self.slots = SlotTimeIntegral(staleness.generation_slots)
 
@@ -131,6 +132,13 @@ class Dispatcher:
         """Admit no more groups. Running groups continue until :meth:`close`."""
         self._stopped = True
         self.changed.notify()
+
+    def discard_finished(self) -> None:
+        """Stop admission, and forget all groups that have finished and are not trained or finish from now on."""
+        self.stop_admitting()
+        self._discards = True
+        self._buffer.take(list(self._buffer))
+        self._staleness.discard_finished()
 
     async def close(self) -> None:
         """Stop admission, cancel all tasks and wait for their end, at most ``CLOSE_LIMIT_S``. Idempotent."""
@@ -197,6 +205,8 @@ class Dispatcher:
         except RolloutError as error:
             self._record_failure(group_index, error)
         else:
+            if self._discards:
+                return
             if self._filter is None or self._filter.keeps(group):
                 self._put_in_buffer(group)
             else:  # no signal: release the slot to the next prompt

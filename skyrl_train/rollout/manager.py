@@ -183,10 +183,9 @@ class RolloutManager:
         self.prompts.settle([group.group_index for group in batch], "trained", sampled)
 
     def discard_finished(self) -> None:
-        """Forget all groups that have finished and are not trained: after a resume, their prompts are generated again."""
-        self.dispatcher.stop_admitting()
-        self.buffer.take(list(self.buffer))
-        self.staleness.discard_finished()
+        """Forget all groups that have finished and are not trained, also those that finish from now on: after a resume, their
+        prompts are generated again."""
+        self.dispatcher.discard_finished()
 
     def served(self, version: int) -> None:
         """Record that all engines serve ``version``. The depth may change, and the slots of generation with it.

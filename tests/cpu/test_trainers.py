@@ -622,6 +622,53 @@ async def test_groups_that_training_rejects_are_generated_again_after_resuming(
         assert len(finished) >= 4 and generated >= set(finished)
 
 
+async def test_groups_that_finish_after_training_has_rejected_others_are_generated_again_too(tmp_path: Path) -> None:
+    settings = ("trainer.fully_async.generate_ahead_steps=2", "trainer.fully_async.max_staleness_steps=2")
+    h = Harness(tmp_path, *settings)
+    loop, go, snapshot = asyncio.get_running_loop(), asyncio.Event(), h.backend.snapshot
+    h.generator.before = lambda batch: go.wait() if group_index_of(batch) >= 4 else None
+
+    def refuse(minibatch: object) -> None:
+        raise GeneratorOutputError("scripted: a token outside the vocabulary")
+
+    def after_the_others() -> dict[str, object]:
+        async def ended() -> None:
+            go.set()
+            await h.trainer.changed.wait_until(lambda: not h.trainer.rollout.dispatcher._tasks)
+
+        asyncio.run_coroutine_threadsafe(ended(), loop).result(timeout=300)
+        return snapshot()
+
+    h.backend.before_update, h.backend.snapshot = refuse, after_the_others  # type: ignore[method-assign]
+    with pytest.raises(GeneratorOutputError, match="scripted"):
+        await h.train()
+    again = Harness(tmp_path, *settings)
+    await again.train()
+    generated = {int(instance_id.rpartition("@")[2]) for instance_id in again.generator.calls}
+    assert sorted(again.trained) == sorted(generated) == list(range(32))
+
+
+async def test_groups_that_have_finished_are_kept_when_the_output_of_another_one_breaks_the_contract(
+    tmp_path: Path,
+) -> None:
+    h = Harness(tmp_path, "trainer.mode=sync")
+
+    def others_have_finished(batch: GeneratorInput) -> object:
+        three = h.trainer.changed.wait_until(lambda: len(h.trainer.rollout.buffer) == 3)
+        return three if group_index_of(batch) == 3 else three.close()
+
+    def corrupt(output: GeneratorOutput) -> None:
+        if (output["trajectory_ids"] or [])[0].instance_id.endswith("@3"):
+            _ragged(output)
+
+    h.generator.before, h.generator.after = others_have_finished, corrupt
+    with pytest.raises(GeneratorOutputError, match="loss_masks"):
+        await h.train()
+    again = Harness(tmp_path, "trainer.mode=sync")
+    await again.train()
+    assert again.trained == list(range(32)) and len(again.generator.calls) == 32 - 3
+
+
 async def test_an_estimator_of_ones_own_that_raises_costs_neither_steps_nor_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
