@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from skyrl_train.errors import ConfigError, GeneratorOutputError
+from skyrl_train.errors import ConfigError, GeneratorOutputError, GrammarError
 from skyrl_train.inference.grammar import Grammars
 from skyrl_train.inference.interface import StructuredOutput
 from skyrl_train.training.attention import Segments, cheapest_cuts
@@ -88,8 +88,7 @@ class RowLayout:
 
         Raises:
             ConfigError: a sequence does not fit the token budget.
-            GeneratorOutputError: a sequence is longer than the model has positions.
-            GrammarError: a response does not follow its grammar.
+            GeneratorOutputError: a sequence is longer than the model has positions, or a response does not follow its grammar.
         """
         lengths = [len(sequences[index]) for index in indices]
         longest = max(lengths, default=0)
@@ -107,7 +106,10 @@ class RowLayout:
             return micro_batches
         # Once for all passes over these micro-batches, and before the first of them: a rank that fails in a pass would leave the
         # other ranks of a sharded model waiting.
-        masks, rows = masks_of(sequences, indices, self.grammars())
+        try:
+            masks, rows = masks_of(sequences, indices, self.grammars())
+        except GrammarError as error:
+            raise GeneratorOutputError(f"the masks of a response cannot be repeated: {error}") from error
         of_batches = [flat_tokens(rows, batch).unique(return_inverse=True) for batch in micro_batches]
         return [
             replace(batch, allowed=AllowedTokens(masks[used], places)) if bool(used.any()) else batch

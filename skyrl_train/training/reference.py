@@ -94,7 +94,7 @@ class FrozenPolicy:
 
         Raises:
             ConfigError: a sequence does not fit ``micro_batch_tokens``.
-            GrammarError: a response does not follow its grammar.
+            GeneratorOutputError: a response does not follow its grammar.
         """
         results = [[0.0] * len(sequence.response_ids) for sequence in sequences]
         laid_out = [sequence.training_sequence() for sequence in sequences]

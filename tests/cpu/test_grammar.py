@@ -646,7 +646,7 @@ def test_a_response_that_does_not_follow_its_grammar_is_rejected_before_the_firs
     (sequence, _, _), _ = guided_sequences(KINDS[2])
     sequence.token_ids[5] = sequence.token_ids[0]
     scorer = Scorer(tiny_model(), temperature=0.7, micro_batch_tokens=200, tokenizer=tiny_tokenizer)
-    with pytest.raises(GrammarError, match="cannot be followed"):
+    with pytest.raises(GeneratorOutputError, match="cannot be followed"):
         scorer.layout.micro_batches([sequence], [0], [sequence.loss_mask])
 
 
