@@ -6,6 +6,7 @@ rank 1: its share                  ─┼─ all_succeed ─ all_reduce_* ─ al
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -77,6 +78,7 @@ class ProcessGroupCollectives(Collectives):
             result = prepare()
         except Exception as raised:  # of any class: the other ranks must not wait for this one
             error = raised
+            error.add_note("".join(traceback.format_exception(error)))  # neither frames nor causes travel
         errors: list[Exception | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
         if (first := next((each for each in errors if each is not None), None)) is not None:

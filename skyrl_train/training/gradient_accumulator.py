@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -100,6 +101,8 @@ class GradientAccumulator(ABC, Generic[M]):
         self._vocab_size = int(model.config.get_text_config().vocab_size)
         self.optimizer = PolicyOptimizer(model, trainer_config.policy.optimizer_config, section)
         self._open: OpenStep | None = None
+        # What the loss raised in this pass. The pass goes on with a loss of 0, because the other ranks of a sharded model run it.
+        self._loss_error: Exception | None = None
 
     @property
     def has_open_step(self) -> bool:
@@ -113,9 +116,10 @@ class GradientAccumulator(ABC, Generic[M]):
         in ``<role>/skipped_nonfinite``. Metrics of several passes are averaged, this count is summed.
 
         Raises:
-            ConfigError: a sequence does not fit ``micro_batch_tokens``, or the schedule gives no learning rate.
-            GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
-            GrammarError: a response does not follow its grammar.
+            ConfigError: a sequence does not fit ``micro_batch_tokens``, the schedule gives no learning rate, or in the first pass
+                the loss raised or the device has too little memory. Nothing has moved.
+            GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`, or does not follow its grammar.
+            RuntimeError: the loss raised in a later pass.
             ValueError: parts of a step were accumulated and neither finished nor discarded.
         """
 
@@ -127,11 +131,13 @@ class GradientAccumulator(ABC, Generic[M]):
             return self._part(minibatch)
 
         # Everything that can be rejected is rejected before the first pass, on all ranks or on none.
-        part = self._with_minibatch_inputs(self._collectives.all_succeed(prepare))
-        passes = self._config.update_epochs_per_batch
-        outcomes = []
-        for _ in range(passes):
+        with self._enough_memory():
+            part = self._with_minibatch_inputs(self._collectives.all_succeed(prepare))
             self._add(part)
+        outcomes = [self.finish(minibatch.step)]
+        passes = self._config.update_epochs_per_batch
+        for _ in range(passes - 1):
+            self._add(part, has_moved=True)
             outcomes.append(self.finish(minibatch.step))
         metrics = {key: sum(outcome[key] for outcome in outcomes) / passes for key in outcomes[0]}
         # Equal in all passes: not averaged, which would round.
@@ -147,10 +153,9 @@ class GradientAccumulator(ABC, Generic[M]):
         in the gradients: everything accumulated is discarded then.
 
         Raises:
-            ConfigError: ``update_epochs_per_batch`` is more than 1, the loss needs whole minibatches, or a sequence does
-                not fit ``micro_batch_tokens``.
-            GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`.
-            GrammarError: a response does not follow its grammar.
+            ConfigError: ``update_epochs_per_batch`` is more than 1, the loss needs whole minibatches, a sequence does not fit
+                ``micro_batch_tokens``, the loss raised, or the device has too little memory.
+            GeneratorOutputError: a sequence breaks the contract of :class:`TrainingSequence`, or does not follow its grammar.
             ValueError: the part is of another step than the ones before it.
         """
 
@@ -171,7 +176,8 @@ class GradientAccumulator(ABC, Generic[M]):
                 )
             return self._part(part)
 
-        self._add(self._collectives.all_succeed(prepare))
+        with self._enough_memory():
+            self._add(self._collectives.all_succeed(prepare))
 
     def finish(self, step: int) -> dict[str, float]:
         """See :meth:`Training.finish`; :meth:`update` says when nothing moves."""
@@ -218,9 +224,40 @@ class GradientAccumulator(ABC, Generic[M]):
         self._open = None
         self.optimizer.adamw.zero_grad(set_to_none=True)  # frees the memory of the gradients
 
-    def _add(self, part: StepPart[M]) -> None:
-        """Add the part's gradients to the gradients of its step; discard everything accumulated if that fails half-way."""
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        """Name the setting if the device has too little memory for the passes inside, before any weight moves."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"trainer.micro_batch_tokens={self._config.micro_batch_tokens}: a pass over a micro-batch needs more memory than "
+                f"the device has ({error}). Lower it, and give the same command to continue."
+            ) from error
+
+    def _add(self, part: StepPart[M], *, has_moved: bool = False) -> None:
+        """Add the part's gradients to the gradients of its step; discard everything accumulated if that fails half-way.
+
+        Args:
+            has_moved: an earlier pass of the step has moved the weights.
+
+        Raises:
+            ConfigError: nothing has moved, and the loss raised on some rank.
+            RuntimeError: the weights have moved, and the loss raised on some rank.
+        """
         opened = self._open = self._open or OpenStep(part.step)
+
+        def check_loss() -> None:
+            error, self._loss_error = self._loss_error, None
+            if error is not None:
+                # Errors of this library and the standard one: every rank can read them.
+                raised = f"The loss of step {part.step} raised {error!r}"
+                if has_moved:
+                    raise RuntimeError(
+                        f"{raised} in a later pass, after the first one had moved the weights"
+                    ) from error
+                raise ConfigError(f"{raised}. Mend it, and give the same command to continue.") from error
+
         try:
             # Asked before the first pass: between passes, ranks exchange nothing else.
             missing = self._collectives.all_reduce_max(len(part.micro_batches)) - len(part.micro_batches)
@@ -234,6 +271,7 @@ class GradientAccumulator(ABC, Generic[M]):
             for _ in range(missing):
                 # Gradients of 0: the pass only takes part in the collectives of a sharded model.
                 (self._scores(self._smallest_micro_batch()).sum() * 0.0).backward()
+            self._collectives.all_succeed(check_loss)
         except BaseException:
             self.discard()
             raise

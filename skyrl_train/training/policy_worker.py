@@ -92,9 +92,15 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
         logprobs, entropies = self._scorer.logprobs_and_entropies(
             micro_batch.micro_batch, differentiate_entropy=self._objective.differentiates_entropy
         )
-        if any(record is not None for record in micro_batch.records):
-            self._keep(micro_batch, logprobs.detach())
-        return self._objective.loss(logprobs, entropies, micro_batch.fields)
+        try:
+            if any(record is not None for record in micro_batch.records):
+                self._keep(micro_batch, logprobs.detach())
+            return self._objective.loss(logprobs, entropies, micro_batch.fields)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the user's loss, correction or KL estimator
+            self._loss_error = self._loss_error or error
+            return logprobs.sum() * 0.0, TokenStatistics()
 
     def _keep(self, micro_batch: PolicyMicroBatch, logprobs: torch.Tensor) -> None:
         """Keep log-probs and weights of the recorded sequences."""

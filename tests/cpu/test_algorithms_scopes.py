@@ -23,6 +23,7 @@ from skyrl_train.config.schema import (
     RejectionLevel,
 )
 from skyrl_train.errors import ConfigError
+from skyrl_train.observability.failures import place_of
 from skyrl_train.training.backend import Minibatch
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
@@ -169,6 +170,50 @@ def test_a_function_of_ones_own_without_a_value_per_token_trains_nothing(
     ours = backend(folder, **settings)
     whole, before = minibatch(), weights(ours)
     sequences = [replace(s, reference_logprobs=s.behaviour_logprobs) for s in whole.sequences]
-    with pytest.raises(ValueError, match=rf"{complaint} of shape \[.*\] for \d+ tokens"):
+    with pytest.raises(ConfigError, match=rf"{complaint} of shape \[.*\] for \d+ tokens"):
         ours.update(replace(whole, sequences=sequences))
     assert not ours.has_open_step and same(before, weights(ours))
+
+
+def test_a_loss_of_ones_own_that_raises_leaves_no_doubt_in_the_first_pass_alone(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a ConfigError the finished steps are saved."""
+    raises = True
+
+    def own(tokens: PolicyTokens, config: AlgorithmConfig) -> TokenLosses:
+        moved = (tokens.logprobs - tokens.proximal_logprobs).abs().max() > 0
+        return ppo_clip(tokens, config) if not (raises or moved) else TokenLosses(*[1 / 0] * 3)  # type: ignore[list-item]
+
+    monkeypatch.setitem(POLICY_LOSSES._entries, "own", own)
+    ours, parts = (backend(folder, algorithm__policy_loss_type="own", update_epochs_per_batch=n) for n in (2, 1))
+    before, batch = weights(ours), minibatch()
+    for call in (ours.update, parts.update, parts.accumulate):
+        with pytest.raises(ConfigError, match="The loss of step 1 raised ZeroDivisionError") as caught:
+            call(batch)
+        assert place_of(caught.value).endswith("in own")
+    assert same(before, weights(ours)) and same(before, weights(parts)) and not parts.has_open_step
+    raises = False
+    with pytest.raises(RuntimeError, match="in a later pass"):
+        ours.update(batch)
+    assert not same(before, weights(ours)) and not ours.has_open_step
+    parts.accumulate(batch)
+    parts.finish(1)
+    assert not same(before, weights(parts))
+
+
+@pytest.mark.parametrize(("full_in", "error"), [(1, ConfigError), (2, ConfigError), (3, torch.OutOfMemoryError)])
+def test_a_device_that_lacks_memory_leaves_no_doubt_before_the_first_pass_is_over(
+    folder: str, full_in: int, error: type[Exception]
+) -> None:
+    ours = backend(folder, update_epochs_per_batch=2)  # one pass for the proximal log-probs, and two with gradients
+    before, passes = weights(ours), iter(range(1, 10))
+
+    def fill(*_: object) -> None:
+        if next(passes) == full_in:
+            raise torch.OutOfMemoryError("scripted")
+
+    ours.model.register_forward_pre_hook(fill)
+    with pytest.raises(error, match="scripted"):
+        ours.update(minibatch())
+    assert not ours.has_open_step and same(before, weights(ours)) == (error is ConfigError)

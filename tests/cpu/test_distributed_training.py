@@ -43,6 +43,7 @@ from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.lora import add_adapter, policy_weights
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.observability.failures import user_frame
 from skyrl_train.training import checkpoint
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore, find_damage
@@ -336,6 +337,31 @@ class TestRefusals:
         with pytest.raises(ConfigError, match="the longest has 60 tokens"):
             fresh.update(minibatch(lengths=(60, 2)))
         assert learned(fresh.update(batch)) == pytest.approx(learned(alone.update(batch)), rel=1e-5, abs=1e-5)
+
+    def test_a_loss_of_ones_own_that_raises_on_one_rank_moves_nothing_and_the_group_goes_on(
+        self, folder: str, rejoined: Callable[..., RayBackend], tmp_path: Path
+    ) -> None:
+        (tmp_path / "mine.py").write_text(
+            "from skyrl_train.algorithms.losses import ppo_clip\n\n"
+            "def loss(tokens, config):\n"
+            "    if tokens.advantages.abs().max() > 100:\n"
+            "        return 1 / 0\n"
+            "    return ppo_clip(tokens, config)\n"
+        )
+        changes = {"algorithm__policy_loss_type": f"{tmp_path / 'mine.py'}:loss"}
+        shared, alone = rejoined(**changes), local(folder, **changes)
+        before, batch = weights(shared), minibatch(lengths=LENGTHS)
+        huge = [
+            dataclasses.replace(s, advantages=s.advantages * 1e6) if i == 3 else s
+            for i, s in enumerate(batch.sequences)
+        ]
+        for call in (shared.update, shared.accumulate):
+            with pytest.raises(ConfigError, match="The loss of step 1 raised ZeroDivisionError") as caught:
+                call(dataclasses.replace(batch, sequences=huge))
+            assert user_frame("".join(caught.value.__notes__)).endswith("mine.py:5 in loss")
+        assert same(before, weights(shared))
+        assert learned(shared.update(batch)) == pytest.approx(learned(alone.update(batch)), rel=1e-5, abs=1e-5)
+        assert apart(weights(shared), weights(alone)) < ROUNDING
 
 
 class TestWeights:
