@@ -198,7 +198,8 @@ async def test_vllm_and_the_trainer_take_turns(tmp_path: Path, monkeypatch: pyte
     # Both at once do not fit: what is free while vLLM is awake is less than training needs.
     awake = [moment.free_after for moment in moments if "kv_cache" in moment.call]
     asleep = [moment.free_after for moment in moments if moment.call.startswith("sleep")]
-    assert len(awake) == STEPS + 1 and len(asleep) == STEPS
+    # The engine sleeps since before the trainer's models were loaded; as the first policy is sent it is told so again.
+    assert len(awake) == len(asleep) == STEPS + 1
     assert max(awake) < peak < min(asleep)
     # While vLLM takes its cache back, the trainer holds rotary tables and workspaces of libraries: 0.09 GiB were measured.
     assert all(moment.trainers_before < state_bytes / 10 for moment in moments if "kv_cache" in moment.call)
