@@ -31,6 +31,7 @@ from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, Gramma
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineInterface, StructuredOutput, TokenChunk
+from skyrl_train.inference.pool.fleet import FleetLimits
 from skyrl_train.models.folder import load_model, load_tokenizer
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.types import PauseMode
@@ -71,6 +72,14 @@ SIZES = {"executor": "thread", "max_num_seqs": 8, "max_model_len": POSITIONS}
 
 
 # What runs in the actor, without Ray ----------------------------------------------------------------------------------
+
+
+def test_an_engine_in_an_actor_has_the_time_that_it_has_in_a_process() -> None:
+    """vLLM compiles for minutes, and its processes take a while to give their memory back."""
+    engine = RayEngine(EMBEDDED, {})
+    assert engine._start_timeout_s == FleetLimits().start_timeout_s
+    assert engine._stop_timeout_s == ProcessEngine(EMBEDDED, {})._stop_timeout_s
+
 
 tokens_or_result = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=30

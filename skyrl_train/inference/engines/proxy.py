@@ -29,6 +29,9 @@ from skyrl_train.workers.connection import WorkerLink
 from skyrl_train.workers.host import Hosted
 from skyrl_train.workers.process import ProcessLink, SocketChannel, serve_hosted
 
+# An engine of vLLM that is torn down waits up to a minute for its processes, whose memory the next one needs.
+STOP_LIMIT_S = 90.0
+
 
 @dataclass(frozen=True, slots=True)
 class StartedEngine:
@@ -117,7 +120,7 @@ class ProcessEngine(EngineProxy):
         arguments: Mapping[str, Any],
         *,
         log_file: str | None = None,
-        stop_timeout_s: float = 90.0,
+        stop_timeout_s: float = STOP_LIMIT_S,
     ) -> None:
         super().__init__(factory, arguments, f"The engine {factory.rpartition(':')[2]} in its process")
         self._log_file = log_file

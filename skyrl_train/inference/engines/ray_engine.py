@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_train.inference.engines.proxy import EngineHost, EngineProxy
+from skyrl_train.inference.engines.proxy import STOP_LIMIT_S, EngineHost, EngineProxy
 from skyrl_train.workers.ray import RayLink, RayPlacement, connect
 
 
@@ -28,8 +28,8 @@ class RayEngine(EngineProxy):
         arguments: Mapping[str, Any],
         placement: RayPlacement | None = None,
         *,
-        start_timeout_s: float = 600.0,
-        stop_timeout_s: float = 10.0,
+        start_timeout_s: float = 1800.0,  # as the fleet allows: it may compile for minutes
+        stop_timeout_s: float = STOP_LIMIT_S,
     ) -> None:
         super().__init__(factory, arguments, "The engine in a Ray actor")
         self._placement = placement or RayPlacement()
