@@ -110,6 +110,26 @@ async def test_an_engine_that_is_starting_is_waited_for_and_sleeps() -> None:
     await all_serve(client, clock, 1)
 
 
+async def test_an_engine_that_is_being_removed_has_left_the_device_when_the_trainer_comes() -> None:
+    client, _, a, b = await pair()
+    may_end, teardown = asyncio.Event(), b.teardown
+
+    async def slow_teardown() -> None:
+        await may_end.wait()
+        await teardown()
+        b.holds_memory = False
+
+    b.teardown = slow_teardown  # type: ignore[method-assign]
+    removal = asyncio.create_task(client.remove_engine(1))
+    await settle()
+    turn = asyncio.create_task(train(client))
+    await settle()
+    assert not turn.done() and b.holds_memory
+    may_end.set()
+    await asyncio.gather(removal, turn)
+    assert not a.holds_memory and not b.holds_memory
+
+
 async def test_a_suspect_engine_sleeps_and_its_requests_continue_elsewhere() -> None:
     client, clock, a, b = await pair()
     requests = [

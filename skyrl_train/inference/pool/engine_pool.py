@@ -48,6 +48,7 @@ class EnginePool:
         router: the engines that take requests.
         policy_version: the version that every serving engine holds; -1 before the first weight sync.
         changed: notified when the fleet or the routing changes.
+        retiring: engines that are being removed; their processes may still run.
         last_departure: why the last engine that left the routing did.
     """
 
@@ -65,6 +66,7 @@ class EnginePool:
         self.changed = Signal()
         self.frozen: Callable[[], bool] = lambda: False
         self.policy_version = -1
+        self.retiring: set[int] = set()
         self.engines: dict[int, InferenceEngineInterface] = {}
         self.router = Router()
         self._in_flight: dict[int, dict[_SegmentRun, None]] = {}  # in the order in which they began
@@ -187,6 +189,7 @@ class EnginePool:
         """Remove an engine for good: its requests continue elsewhere, then it is torn down. Idempotent."""
         # First stop new requests, then hand over the running ones: otherwise the handover would not end.
         engine = self.engines[number]
+        self.retiring.add(number)
         self.fleet.retire(number)
         self.router.drain(number)
         self.last_departure = "it was removed"
@@ -200,7 +203,11 @@ class EnginePool:
         finally:
             self.router.remove(number)
             self._abandon_requests(number)
-            await engine.teardown()
+            try:
+                await engine.teardown()
+            finally:
+                self.retiring.discard(number)
+                self._changed()
 
     def close(self) -> None:
         """Let no request acquire an engine any more."""

@@ -133,9 +133,9 @@ class FleetUpdates:
     async def sleep(self, level: int = 1) -> None:
         """Free the device memory of every engine: of those that serve (pause them before), and of all others that live.
 
-        One that is suspect becomes stale, one that does not fall asleep is ended and started again later, and a start that is
-        under way is waited for. Wake the engines before weights are loaded. Until then no engine starts or joins: it would take
-        the freed memory.
+        One that is suspect becomes stale, one that does not fall asleep is ended and started again later, and a start or a
+        removal that is under way is waited for. Wake the engines before weights are loaded. Until then no engine starts or
+        joins: it would take the freed memory.
 
         Args:
             level: 1: the engines keep their weights in main memory; 2: they drop them, and need a weight sync.
@@ -145,7 +145,7 @@ class FleetUpdates:
         """
         # Closed before the lock is taken: starts and catch-ups that begin while this call waits must wait, too.
         self._awake.close()
-        await self._pool.changed.wait_until(lambda: not self._processes_in_change)
+        await self._pool.changed.wait_until(lambda: not self._processes_in_change and not self._pool.retiring)
         async with self._lock:
             engines, records, routed = self._pool.engines, self._pool.fleet.records, self._pool.router.routed
             for number in [number for number, record in records.items() if record.state is EngineState.DEAD]:
