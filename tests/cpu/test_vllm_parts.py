@@ -189,22 +189,26 @@ async def test_nothing_is_sampled_between_waking_up_and_the_pause_that_follows(l
     calls: list[str] = []
     answered = asyncio.Event()
 
-    async def call(name: str) -> None:
-        calls.append(name)
-        await answered.wait()
+    class Core:
+        """Sends calls as vLLM's client does: a wake-up goes to all of its engines."""
+
+        async def call_utility_async(self, method: str, *arguments: Any) -> None:
+            calls.append(f"{method} {arguments}")
+            await answered.wait()
+
+        async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+            await self.call_utility_async("pause_scheduler", mode, clear_cache)
+
+        async def wake_up_async(self, tags: list[str]) -> None:
+            await asyncio.gather(self.call_utility_async("wake_up", tags))
 
     link = AsyncLLMAdapter.__new__(AsyncLLMAdapter)
     VLLMLink.__init__(link, "vLLM", lambda _: None)
-    link._llm = SimpleNamespace(
-        engine_core=SimpleNamespace(
-            wake_up_async=lambda tags: call(f"wake {tags}"),
-            pause_scheduler_async=lambda mode, clear_cache: call(f"pause {mode} {clear_cache}"),
-        )
-    )
+    link._llm = SimpleNamespace(engine_core=Core())
     waking = asyncio.create_task(link.wake_up(["kv_cache"], last=last))
     for _ in range(5):  # the tasks of the calls
         await asyncio.sleep(0)
-    assert calls == ["wake ['kv_cache']", *(["pause keep False"] if last else [])]
+    assert calls == ["wake_up (['kv_cache'],)", *(["pause_scheduler ('keep', False)"] if last else [])]
     assert not waking.done()
     answered.set()
     await waking

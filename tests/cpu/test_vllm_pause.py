@@ -230,3 +230,15 @@ async def test_a_bad_update_is_refused_and_the_old_weights_serve_on(vllm: Served
     tokens = (await running)["response_ids"][0]
     assert tokens == greedy_after(tiny_model(0), PROMPT, tokens)
     vllm.version -= 1
+
+
+async def test_vllm_stays_paused_as_it_wakes_up(vllm: Served) -> None:
+    """Its scheduler is the one of a GPU; a worker on a CPU keeps its memory."""
+    link, _ = vllm.engine._alive()
+    await vllm.engine.pause(PauseMode.KEEP)
+    for tags in (["weights", "kv_cache"], ["kv_cache", "weights"]):
+        await link.sleep(1)
+        await link.wake_up(tags[:1], last=False)
+        await link.wake_up(tags[1:], last=True)
+        assert await link._llm.engine_core.is_scheduler_paused_async()
+    await vllm.engine.resume()

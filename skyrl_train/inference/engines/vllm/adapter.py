@@ -352,9 +352,10 @@ class AsyncLLMAdapter(VLLMLink):
             await self.answer(core.wake_up_async(tags))
             return
         # Both calls travel at once, and vLLM answers all that has arrived before its next step: no token is sampled between them,
-        # whose weights may be those that were dropped.
-        pausing = core.pause_scheduler_async(mode=VLLM_PAUSE_MODES[PauseMode.KEEP], clear_cache=False)
-        await self.answer(asyncio.gather(core.wake_up_async(tags), pausing))
+        # whose weights may be those that were dropped. By one method, because wake_up_async() sends its call a turn of the event
+        # loop later: vLLM would pause and then wake up.
+        pausing = core.call_utility_async("pause_scheduler", VLLM_PAUSE_MODES[PauseMode.KEEP], False)
+        await self.answer(asyncio.gather(core.call_utility_async("wake_up", tags), pausing))
 
     async def add_adapter(self, adapter: Any) -> None:
         """Load a LoRARequest's adapter.
