@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from vllm_engines import CONTEXT, LORA, PROMPT, SLOTS, TOLERANCE, Served, greedy
 from vllm_engines import token_logprobs as reference
 from vllm_loading_worlds import fails, in_vllm_process, loads
 
+from skyrl_train.errors import EngineError
 from skyrl_train.inference.engines.vllm import VLLMEngine, arguments
 from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 
@@ -82,3 +84,24 @@ async def test_two_ranks_load_in_place_under_requests(unpacked_vllm: Served) -> 
         assert output["response_versions"] == [[served.version] * 40]
     for output in await asyncio.gather(*company):
         assert len(output["response_ids"][0]) == 200
+
+
+@pytest.mark.slow  # starts an engine of its own
+@pytest.mark.asyncio(loop_scope="session")
+async def test_two_ranks_answer_the_call_after_one_that_failed(unpacked_vllm: Served, tmp_path: Path) -> None:
+    """vLLM raises what the first rank says, and takes the answer of the second for that of its next call."""
+    served = unpacked_vllm
+    await served.sync_weights(1)
+    with pytest.raises(EngineError, match="No adapter found"):
+        await served.engine.load_adapter("broken", str(tmp_path))
+    assert (await served.engine.health()).alive
+    update = await served.gather(tiny_model(2))
+    elsewhere = dataclasses.replace(update, transport="disk", location=str(tmp_path / "gone"))
+    link, _ = served.engine._alive()
+    assert len(set(await link.on_workers("skyrl_receive", elsewhere.to_message()))) == 1
+    broken = dataclasses.replace(update, transport="vllm_unpacked:raises")
+    assert await link.on_workers("skyrl_receive", broken.to_message()) == ["ValueError: not here"] * 2
+    assert (await served.engine.health()).alive
+    await served.sync_weights(3)
+    output = await served.engine.generate(request(max_tokens=20))
+    assert output["response_ids"][0] == greedy_after(tiny_model(3), PROMPT, output["response_ids"][0])

@@ -8,9 +8,11 @@ import fcntl
 import json
 import os
 import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_engines import tiny_model
 
-from skyrl_train.errors import ConfigError, EngineError
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError
 from skyrl_train.inference.engines.vllm.adapter import AsyncLLMAdapter, OutputQueue, completion_chunk
 from skyrl_train.inference.engines.vllm.arguments import (
     VLLMSettings,
@@ -33,7 +35,7 @@ from skyrl_train.inference.engines.vllm.arguments import (
 )
 from skyrl_train.inference.engines.vllm.engine import VLLMEngine
 from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightRequest, VLLMLink, token_versions
-from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, check_update
+from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, WeightLoader, check_update
 from skyrl_train.inference.engines.vllm.worker import WorkerExtension
 from skyrl_train.inference.interface import SamplingParams
 from skyrl_train.types import PauseMode
@@ -212,6 +214,45 @@ async def test_nothing_is_sampled_between_waking_up_and_the_pause_that_follows(l
     assert not waking.done()
     answered.set()
     await waking
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_an_engine_of_several_ranks_ends_if_some_may_have_changed_their_memory(ranks: int) -> None:
+    """vLLM would take the answer of the second rank for that of its next call."""
+    link = AsyncLLMAdapter.__new__(AsyncLLMAdapter)
+    engine = VLLMEngine("/model", tensor_parallel_size=ranks)
+    VLLMLink.__init__(link, "vLLM", engine._on_death)
+    link.sleep, link.wake_up = AsyncMock(), AsyncMock(side_effect=EngineError("out of memory"))  # type: ignore[method-assign]
+    engine._capabilities = dataclasses.replace(engine.capabilities, sleep=True)
+    engine._begin(link, version=1)
+    engine._paused = PauseMode.ABORT
+    await engine.sleep(1)
+    with pytest.raises(EngineError, match="out of memory") as raised:
+        await engine.wake_up()
+    assert isinstance(raised.value, EngineDeadError) == (ranks > 1)
+    assert (engine._link is None) == (ranks > 1)
+
+
+def test_what_a_worker_cannot_receive_is_its_answer() -> None:
+    """vLLM would take an exception of one rank, and leave the answers of the others to its next call."""
+    loader = WeightLoader(
+        SimpleNamespace(get_model=lambda: tiny_model(0)),
+        SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32)),
+        torch.device("cpu"),
+    )
+    loader._tensors = ModelTensors.of_module(tiny_model(0))
+
+    def no_memory(update: WeightUpdate) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    loader._receiver.open_update = no_memory  # type: ignore[assignment,method-assign]
+    with closing(SharedMemoryTransport()) as transport:
+        assert loader.receive(transport.gather(tiny_model(0).named_parameters(), 1)) == (
+            "OutOfMemoryError: CUDA out of memory"
+        )
+    worker = WorkerExtension()
+    worker.add_lora = Mock(side_effect=ValueError("no such file"))
+    assert worker.skyrl_add_adapter("tuned", 1, "/folder") == "no such file"
 
 
 async def test_an_engine_that_sleeps_or_is_half_awake_can_be_put_to_sleep_again() -> None:

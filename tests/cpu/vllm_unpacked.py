@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from vllm import _custom_ops
 from vllm_read_back import ReadBackExtension
 
@@ -13,3 +15,8 @@ weight_loader.PACKING_DEVICES = ()
 
 class UnpackedExtension(ReadBackExtension):
     """The tests' extension; the workers import it, so this folder must be on their path."""
+
+
+def raises(*arguments: object) -> NoReturn:
+    """A transport whose reading side fails in every worker."""
+    raise ValueError("not here")

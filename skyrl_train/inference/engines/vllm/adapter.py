@@ -363,8 +363,10 @@ class AsyncLLMAdapter(VLLMLink):
         Raises:
             EngineError: vLLM cannot load it.
         """
-        if not await self.answer(self._llm.add_lora(adapter)):
-            raise EngineError(f"vLLM did not load the adapter at {adapter.lora_path!r}.")
+        errors = await self.on_workers("skyrl_add_adapter", adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+        error = next((one for one in errors if one is not None), None)
+        if error is not None:
+            raise EngineError(f"vLLM cannot load the adapter at {adapter.lora_path!r}: {error}")
 
     async def remove_adapter(self, adapter: Any) -> None:
         """Forget an adapter."""

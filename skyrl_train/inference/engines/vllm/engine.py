@@ -26,7 +26,7 @@ import itertools
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -483,7 +483,7 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             return
         if self._asleep:  # vLLM would give this memory back a second time
             await self.wake_up()
-        await link.sleep(level)
+        await self._change_memory(link, link.sleep(level))
         self._asleep = kinds
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -494,8 +494,23 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         waking = self._asleep if tags is None else self._asleep & set(tags)
         if not waking:  # vLLM would map memory a second time
             return
-        await link.wake_up(sorted(waking), last=waking == self._asleep)
+        await self._change_memory(link, link.wake_up(sorted(waking), last=waking == self._asleep))
         self._asleep -= waking
+
+    async def _change_memory(self, link: AsyncLLMAdapter, change: Awaitable[None]) -> None:
+        """Wait for a call that may fail on some of the ranks.
+
+        Raises:
+            EngineError: it failed on the only rank.
+            EngineDeadError: it failed, and vLLM would take answers of other ranks for those of its next calls.
+        """
+        try:
+            await change
+        except EngineError as error:
+            if self._settings.num_ranks > 1:
+                link.die(f"its memory could not be given back or taken ({error})")
+                link.raise_if_dead()
+            raise
 
     async def _parse(self, engine_input: InferenceEngineInput, stream: bool) -> list[EngineRequest]:
         if self._alive()[1].version < 0 and (self._settings.load_format == "dummy" or self._settings.lora_rank):

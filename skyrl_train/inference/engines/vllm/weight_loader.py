@@ -64,7 +64,7 @@ class WeightLoader:
         self._broadcast_receiver.begin(update, assignment, number)
 
     def receive(self, update: WeightUpdate) -> str | None:
-        """Check an update and open it; returns why it cannot be loaded, or None."""
+        """Check an update and open it; returns why it cannot be loaded, or None. It raises nothing, see :mod:`worker`."""
         config = self._vllm_config.model_config
         self._received = None
         try:
@@ -82,6 +82,9 @@ class WeightLoader:
                 self._lora.receive(update.adapter, weights)
         except EngineError as error:
             return str(error)
+        except Exception as error:  # no memory, no model folder, a transport from outside the package
+            logger.exception("version %d cannot be received", update.version)
+            return f"{type(error).__name__}: {error}"
         self._received = (update, weights)
         return None
 

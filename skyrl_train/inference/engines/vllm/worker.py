@@ -1,7 +1,8 @@
 """The part of the engine in vLLM's worker processes: it receives and loads weights, writes to a log, ends with its owner.
 
 vLLM mixes :class:`WorkerExtension` into its own worker class (``worker_extension_cls``), so all names here carry a prefix.
-Calls come through ``collective_rpc``, between two steps; arguments and results are plain data.
+Calls come through ``collective_rpc``, between two steps; arguments and results are plain data. What may fail returns why: after
+an exception of one rank, vLLM leaves the answers of the ranks behind it unread, and takes them for those of its next call.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ class WorkerExtension:
     rank: int
     model_runner: Any
     vllm_config: Any
+    add_lora: Callable[[Any], bool]
 
     def skyrl_process(self) -> tuple[str, int]:
         """Return the machine of this worker, as :func:`machine` identifies it, and its process id."""
@@ -61,6 +64,16 @@ class WorkerExtension:
     def skyrl_receive(self, update: dict[str, Any]) -> str | None:
         """Check an update (see ``WeightUpdate.to_message``) and open it; returns why it cannot be loaded, or None."""
         return self.skyrl_loader().receive(WeightUpdate.from_message(update))
+
+    def skyrl_add_adapter(self, name: str, number: int, path: str) -> str | None:
+        """Load the adapter of a ``LoRARequest`` with these fields; returns why that is not possible, or None."""
+        from vllm.lora.request import LoRARequest
+
+        try:
+            self.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
+        except Exception as error:  # vLLM's reader raises many kinds
+            return str(error) or repr(error)
+        return None
 
     def skyrl_load(self, version: int) -> float:
         """Load the received update; returns the seconds that it took. A failure leaves no usable model."""
