@@ -252,3 +252,25 @@ async def test_if_no_engine_falls_asleep_the_error_says_why_and_all_of_them_live
     await client.wake_up()
     await client.resume_generation()
     await all_serve(client, clock, 0)
+
+
+async def test_an_adapter_is_loaded_when_the_engines_are_awake() -> None:
+    class Adapting(Sleeper):
+        @property
+        def capabilities(self) -> EngineCapabilities:
+            return dataclasses.replace(super().capabilities, adapters=True)
+
+        async def load_adapter(self, name: str, path: str) -> None:
+            assert self.holds_memory
+            self.calls.append(f"load {name}")
+
+    engines = Adapting(), Adapting()
+    client, _ = fleet_of(*engines)
+    await publish(client, 0)
+    await train(client)
+    loading = asyncio.create_task(client.load_adapter("judge", "/judge"))
+    await settle()
+    assert not loading.done()
+    await generate(client, 1)
+    await loading
+    assert all("load judge" in engine.calls for engine in engines)

@@ -233,6 +233,24 @@ async def test_an_engine_of_several_ranks_ends_if_some_may_have_changed_their_me
     assert (engine._link is None) == (ranks > 1)
 
 
+async def test_what_needs_memory_is_refused_asleep() -> None:
+    """A GPU would report an access to memory that is not there, and end the engine."""
+    engine = VLLMEngine("/model", enable_lora=True)
+    engine._capabilities = dataclasses.replace(engine.capabilities, sleep=True)
+    engine._begin(SimpleNamespace(sleep=AsyncMock(), wake_up=AsyncMock()), version=1)  # type: ignore[arg-type]
+    engine._paused = PauseMode.ABORT
+    engine._adapters["judge"] = object()
+    with pytest.raises(EngineError, match=r"users' adapters; call sleep\(1\)"):
+        await engine.sleep(2)
+    await engine.sleep(1)
+    update = WeightUpdate(2, "shared_memory", "", 0, ())
+    engine._received = update, None
+    for call in (engine.load_weights(update), engine.load_adapter("tuned", "/folder")):
+        with pytest.raises(EngineError, match=r"sleeps.*wake_up\(\)"):
+            await call
+    assert engine._received == (update, None), "it can be loaded later"
+
+
 def test_what_a_worker_cannot_receive_is_its_answer() -> None:
     """vLLM would take an exception of one rank, and leave the answers of the others to its next call."""
     loader = WeightLoader(

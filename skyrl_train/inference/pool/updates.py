@@ -296,7 +296,7 @@ class FleetUpdates:
     # Adapters -----------------------------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter into every engine, including those that join later.
+        """Load a LoRA adapter into every engine, including those that join later; waits while the fleet sleeps.
 
         Raises:
             ConfigError: the engines do not support adapters.
@@ -313,6 +313,7 @@ class FleetUpdates:
             await self._change_adapters("unload the adapter of", lambda engine: engine.unload_adapter(name))
 
     async def _change_adapters(self, phase: str, call: PhaseCall) -> None:
+        await self._awake.wait_open()  # adapters lie in the engines' device memory
         async with self._lock:  # no engine joins meanwhile
             # An engine that missed the change would answer requests for this adapter with an error, so it becomes
             # stale.

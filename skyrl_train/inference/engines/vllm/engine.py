@@ -289,6 +289,8 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
         link, requests = self._alive()
         if self._paused is None:
             raise EngineError("Weights are loaded while the engine is paused; call pause() first.")
+        if "weights" in self._asleep:
+            raise EngineError("The engine sleeps, and its weights have no memory; call wake_up() first.")
         if self._received is None or self._received[0] != update:
             raise EngineError(f"Version {update.version} was not received; call receive_weights() first.")
         if self._received[1] is not None:
@@ -476,8 +478,8 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             raise EngineError("This engine cannot sleep: it needs a GPU and engine_args.enable_sleep_mode.")
         if self._paused is None:
             raise EngineError("An engine sleeps while it is paused; call pause() first.")
-        if level > 1 and self._settings.lora_rank:
-            raise EngineError("This engine cannot drop its base model, which no weight sync carries; call sleep(1).")
+        if level > 1 and (self._settings.lora_rank or self._adapters):
+            raise EngineError("No weight sync carries the base model of an adapter, or users' adapters; call sleep(1).")
         kinds = {"weights", "kv_cache"}
         if self._asleep == kinds:
             return
@@ -616,6 +618,8 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
         link, _ = self._alive()
         if not self._settings.enable_lora:
             raise EngineError("This engine has no adapters; set enable_lora.")
+        if "weights" in self._asleep:
+            raise EngineError("The engine sleeps, and adapters have no memory; call wake_up() first.")
         adapter = lora_request(name, next(self._adapter_numbers), path)
         await link.add_adapter(adapter)
         # The name means the new adapter before the old one is removed: no request finds neither.
