@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from skyrl_train.config.schema import LoraConfig, ModelConfig
@@ -113,11 +114,31 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
             head_dim=config.get("head_dim") or hidden // heads,
             intermediate_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
-            max_position_embeddings=config["max_position_embeddings"],
+            max_position_embeddings=num_positions(SimpleNamespace(**config)),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         )
     except (KeyError, TypeError):
         return None
+
+
+def num_positions(config: object) -> int | None:
+    """Return how many tokens a sequence may have; None: the model's configuration does not say.
+
+    With LongRoPE (Phi-3, Phi-4-mini), one sequence beyond the original positions changes the frequencies of all sequences in its
+    batch, and vLLM chooses them by its context. So only the original positions can be used: there, each sequence has the same
+    log-probs everywhere.
+
+    Args:
+        config: has the fields of a ``config.json`` as attributes.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    original: int | None = rope.get("original_max_position_embeddings")
+    original = original or getattr(config, "original_max_position_embeddings", None)
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    is_long = "longrope" in (rope.get("rope_type"), rope.get("type"))
+    if is_long and rope.get("long_factor") != rope.get("short_factor"):
+        return original or positions
+    return positions
 
 
 def _published_shape(name: str) -> ModelShape | None:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from skyrl_train.config.model_shape import num_positions
 from skyrl_train.errors import ConfigError, GeneratorOutputError, GrammarError
 from skyrl_train.inference.grammar import Grammars
 from skyrl_train.inference.interface import StructuredOutput
@@ -72,7 +73,7 @@ class RowLayout:
         grammars: Callable[[], Grammars] | None = None,
     ) -> RowLayout:
         """Read the number of positions from the model's configuration."""
-        positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        positions = num_positions(model.config.get_text_config())
         return cls(packed, micro_batch_tokens, positions, grammars)
 
     def room(self, micro_batch: MicroBatch) -> int:

@@ -6,17 +6,21 @@ import dataclasses
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Phi3Config
 
-from skyrl_train.config.model_shape import model_shape
+from skyrl_train.config.model_shape import model_shape, num_positions
 from skyrl_train.config.schema import BuildModelConfig, ModelConfig
-from skyrl_train.errors import ConfigError, ModelError
+from skyrl_train.errors import ConfigError, EngineError, ModelError
+from skyrl_train.inference.engines.embedded.core import build_core
+from skyrl_train.inference.engines.embedded.engine import EngineSettings
 from skyrl_train.models.folder import build_empty, load_config, load_model, load_tokenizer, resolve_device, use_tf32
 from skyrl_train.models.tiny import build_model_folder, character_tokenizer
+from skyrl_train.training.batch import RowLayout
 
 SMALL = BuildModelConfig(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=32)
 
@@ -261,3 +265,61 @@ class TestTokenizer:
         tokenizer.save_pretrained(folder)
         with pytest.raises(ModelError, match="knows 15 tokens but the model only 13"):
             load_tokenizer(str(folder))
+
+
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 64}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": None}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 4.0}}, 64),
+        (
+            {
+                "max_position_embeddings": 64,
+                "original_max_position_embeddings": 16,
+                "rope_scaling": {"type": "longrope", **FACTORS},
+            },
+            16,
+        ),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 16, **FACTORS},
+            },
+            16,
+        ),
+        (
+            {
+                "max_position_embeddings": 64,
+                "original_max_position_embeddings": 16,
+                "rope_scaling": {"type": "longrope", **FACTORS, "long_factor": FACTORS["short_factor"]},
+            },
+            64,
+        ),
+    ],
+)
+def test_positions_beyond_which_the_frequencies_change_do_not_count(
+    fields: dict[str, object], positions: int | None
+) -> None:
+    assert num_positions(SimpleNamespace(**fields)) == positions
+
+
+def test_runs_trainers_and_the_embedded_engine_stay_within_the_original_positions(tmp_path: Path) -> None:
+    """Beyond them, the log-probs of a sequence depend on the other sequences of its batch."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 16, **FACTORS}
+    more = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "pad_token_id": 0}
+    Phi3Config(vocab_size=9, **sizes, **more, rope_parameters=rope).save_pretrained(tmp_path)
+    path = str(tmp_path)
+    shape = model_shape(ModelConfig(path=path))
+    assert shape is not None and shape.max_position_embeddings == 16
+    model = build_empty(path, "float32", "cpu")
+    assert RowLayout.of(model, packed=False, micro_batch_tokens=64).positions == 16
+    settings = EngineSettings(path, "cpu", "float32", max_num_seqs=2, max_model_len=17, batch_invariant=False, seed=0)
+    with pytest.raises(EngineError, match="exceeds the model's 16 positions"):
+        build_core(settings)
+    build_core(dataclasses.replace(settings, max_model_len=16)).close()

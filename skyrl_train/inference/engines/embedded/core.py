@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from skyrl_train.config.model_shape import num_positions
 from skyrl_train.errors import EngineError, GrammarError, ModelError, RequestError
 from skyrl_train.inference.engines.embedded.engine import EngineSettings
 from skyrl_train.inference.engines.embedded.masks import MaskThread
@@ -498,7 +499,7 @@ def build_core(settings: EngineSettings) -> EmbeddedEngineCore:
             f"got {settings.max_num_seqs} and {settings.max_model_len}."
         )
     config = load_config(settings.model_path).get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = num_positions(config)
     if longest is not None and settings.max_model_len > longest:
         raise EngineError(
             f"max_model_len={settings.max_model_len} exceeds the model's {longest} positions; lower "
