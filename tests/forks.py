@@ -52,6 +52,7 @@ import gc  # noqa: E402
 import importlib  # noqa: E402
 import runpy  # noqa: E402
 import select  # noqa: E402
+import shlex  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
@@ -175,8 +176,8 @@ FORKS = pytest.StashKey[Forks]()  # this run's
 
 
 def asking_python(address: str) -> str:
-    """The command that stands for Python where a program is to be forked by the server at ``address``."""
-    return f"{sys.executable} -S -E -s {__file__} {address}"
+    """The command, for a shell, that stands for Python where a program is to be forked by the server at ``address``."""
+    return shlex.join([sys.executable, "-S", "-E", "-s", __file__, address])
 
 
 class ForkedProcess:

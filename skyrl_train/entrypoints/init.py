@@ -338,8 +338,7 @@ def init(
     console = Console()
     launcher, test_launcher = "", ""
     if given := os.environ.get("SKYRL_TRAIN_LAUNCHER"):  # set by ./uvw
-        program, _, verb = given.rpartition(" ")
-        launcher = f"{shlex.quote(os.path.relpath(program, name))} {verb} "
+        launcher = f"{shlex.quote(os.path.relpath(given, name))} run "
         test_launcher = f"{launcher}--with pytest "
     lines = [
         f"{name}: {', '.join(written)}; prompts in {prompt!r}, right answers in {answer!r}",

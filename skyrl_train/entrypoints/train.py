@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -83,7 +84,11 @@ def train_recipe(
         run_dir: str | None = str(result.path)
         if result.finished:  # it is repeated in another folder
             run_dir = None if inputs.config.trainer.run_dir is None else free_folder(result.path)
-        commands = {} if not result.summary.steps else {"Look at it": f"{program()} page {result.path.parent}"}
+        commands = (
+            {}
+            if not result.summary.steps
+            else {"Look at it": f"{program()} page {shlex.quote(str(result.path.parent))}"}
+        )
         if recipe in recipe_names() and result.finished:
             commands["Your own task"] = f"{program()} init my-task --data prompts.jsonl"
         again = train_command(program(), [recipe, *options, *overrides], run_dir=run_dir, resumes=not result.finished)
@@ -115,6 +120,6 @@ def free_folder(path: Path) -> str:
 
 def program() -> str:
     """Return the words that started this command, such as ``./uvw run skyrl-train``, for the commands that it prints."""
-    launcher = os.environ.get("SKYRL_TRAIN_LAUNCHER", "")  # set by ./uvw
+    launcher = os.environ.get("SKYRL_TRAIN_LAUNCHER")  # set by ./uvw
     name = "python -m skyrl_train" if Path(sys.argv[0]).name == "__main__.py" else "skyrl-train"
-    return f"{launcher} {name}".lstrip()
+    return name if launcher is None else f"{shlex.quote(launcher)} run {name}"

@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -368,6 +369,20 @@ def test_a_run_on_another_machine_starts_from_the_same_policy_though_its_source_
     shutil.rmtree(source / "checkpoints" / "global_step_1")
     code, text = train("third", *shared, "trainer.max_steps=2")
     assert code == 2 and f"started from step 1 of {source}" in text and "copy the run folder" in text
+
+
+def test_the_commands_that_a_run_prints_can_be_pasted_where_folders_have_spaces(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_TRAIN_LAUNCHER", "/my clone/uvw")
+    folder = tmp_path / "my runs" / "run"
+    assert main(["train", *TINY, "trainer.max_steps=1", f"trainer.run_dir={folder}"]) == 0
+    lines = [line.partition(":") for line in capfd.readouterr().out.splitlines()]
+    printed = {name: shlex.split(command) for name, _, command in lines if name in ("Look at it", "Train again")}
+    assert all(words[:2] == ["/my clone/uvw", "run"] for words in printed.values())
+    assert printed["Look at it"][-2:] == ["page", str(folder.parent)]
+    overrides = printed["Train again"][printed["Train again"].index(TINY[0]) + 1 :]
+    assert compose(TINY[0], overrides).trainer.run_dir == f"{folder}-2"
 
 
 def test_a_run_resumes_from_an_earlier_checkpoint_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

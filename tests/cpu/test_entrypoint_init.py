@@ -30,7 +30,7 @@ def test_what_it_writes_passes_its_own_tests_and_generates_a_group(
 ) -> None:
     (tmp_path / "sums.jsonl").write_text(ROWS)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SKYRL_TRAIN_LAUNCHER", "./uvw run")
+    monkeypatch.setenv("SKYRL_TRAIN_LAUNCHER", "./uvw")
     assert main(["init", "mine/sums", "--kind", kind, "--data", "sums.jsonl"]) == 0
     printed = capsys.readouterr().out
     assert "prompts in 'question', right answers in 'solution'" in printed

@@ -216,7 +216,7 @@ def call_uvw(tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
 
 def test_uvw_runs_its_own_project_from_any_folder(tmp_path: Path) -> None:
     called = call_uvw(tmp_path, "run", "python", "-c", "a b")
-    assert called == [str(tmp_path), str(ROOT), f"{ROOT}/uvw run", "run", "python", "-c", "a b"]
+    assert called == [str(tmp_path), str(ROOT), f"{ROOT}/uvw", "run", "python", "-c", "a b"]
 
 
 def test_uvw_respects_a_project_of_the_environment(tmp_path: Path) -> None:
