@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_engines import tiny_model
 
-from skyrl_train.errors import ConfigError, EngineDeadError, EngineError
+from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.adapter import AsyncLLMAdapter, OutputQueue, completion_chunk
 from skyrl_train.inference.engines.vllm.arguments import (
     VLLMSettings,
@@ -37,7 +37,7 @@ from skyrl_train.inference.engines.vllm.engine import VLLMEngine
 from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightRequest, VLLMLink, token_versions
 from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, WeightLoader, check_update
 from skyrl_train.inference.engines.vllm.worker import WorkerExtension
-from skyrl_train.inference.interface import SamplingParams
+from skyrl_train.inference.interface import InferenceEngineInput, LogitAdjustment, SamplingParams
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.disk import DiskTransport
 from skyrl_train.weight_sync.process_group import GlooTransport
@@ -271,6 +271,27 @@ def test_what_a_worker_cannot_receive_is_its_answer() -> None:
     worker = WorkerExtension()
     worker.add_lora = Mock(side_effect=ValueError("no such file"))
     assert worker.skyrl_add_adapter("tuned", 1, "/folder") == "no such file"
+
+
+async def test_a_request_that_would_end_vllm_on_a_gpu_is_rejected_or_shortened() -> None:
+    engine = VLLMEngine("/model", max_model_len=64)
+    engine._begin(SimpleNamespace(), version=1)  # type: ignore[arg-type]
+
+    async def parsed(**params: Any) -> SamplingParams:
+        given = InferenceEngineInput(prompt_token_ids=[[5]], sampling_params=SamplingParams(**params))
+        (request,) = await engine._parse(given, stream=False)
+        return request.params
+
+    biases = tuple((token, 1.0) for token in range(1025))
+    with pytest.raises(RequestError, match="1025 tokens, vLLM takes at most 1024"):
+        await parsed(adjustment=LogitAdjustment(logit_bias=biases))
+    await parsed(adjustment=LogitAdjustment(logit_bias=biases[1:]))
+    many = tuple(range(200))
+    with pytest.raises(RequestError, match="There are 200 stop_token_ids"):
+        await parsed(stop_token_ids=many, min_tokens=1)
+    assert (await parsed(stop_token_ids=many)).stop_token_ids == many
+    endless = await parsed(max_tokens=2**31 - 1, min_tokens=100)
+    assert (endless.max_tokens, endless.min_tokens) == (64, 64)
 
 
 async def test_an_engine_that_sleeps_or_is_half_awake_can_be_put_to_sleep_again() -> None:

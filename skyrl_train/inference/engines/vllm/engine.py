@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from skyrl_train.errors import EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.vllm.adapter import AsyncLLMAdapter, lora_request, shut_down, start_async_llm
 from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER, VLLMSettings, capabilities
-from skyrl_train.inference.engines.vllm.requests import EngineRequest, RequestTracker, VLLMLink
+from skyrl_train.inference.engines.vllm.requests import EngineRequest, RequestTracker, VLLMLink, check_fields
 from skyrl_train.inference.grammar import check_grammar
 from skyrl_train.inference.interface import (
     EngineCapabilities,
@@ -155,6 +155,13 @@ class VLLMEngineBase(InferenceEngineInterface, Generic[Link]):
             # The grammar alone decides where the response may end.
             stop_token_ids = (*params.stop_token_ids, *self._end_token_ids)
             params = dataclasses.replace(params, min_tokens=0, ignore_eos=False, stop_token_ids=stop_token_ids)
+        check_fields(params)
+        # vLLM ends a response at its context in any case, and on GPUs adds this number to the prompt's in 32 bits.
+        params = dataclasses.replace(
+            params,
+            max_tokens=min(params.max_tokens, can.max_model_len),
+            min_tokens=min(params.min_tokens, can.max_model_len),
+        )
         # Resolved once, so that all prompts of the call use the same adapter.
         lora = self._lora(engine_input.get("adapter"))
         priority = int(engine_input.get("priority", 0)) if can.priorities else 0

@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.errors import EngineDeadError, EngineError, RequestError
 from skyrl_train.inference.engines.busy_time import BusyTime
 from skyrl_train.inference.interface import LogitAdjustment, SamplingParams, StopReason, TokenChunk
 from skyrl_train.runtime.concurrency import Gate
@@ -35,6 +35,8 @@ VLLM_PAUSE_MODES = {
     PauseMode.WAIT: "wait",
 }
 NO_LOGPROB = -9999.0  # vLLM's server sends this in place of -inf, and of a log-prob that it does not have
+MAX_BIASES = 1024  # of a request
+MAX_STOP_TOKENS = 112  # of a request with min_tokens; vLLM takes 128, and adds the model's own
 _GRAMMAR = "skyrl_train: "  # begins the comment in a request's JSON schema
 # vLLM's finish reasons; "error" is not among them, it is raised.
 STOP_REASONS = {
@@ -77,6 +79,21 @@ class InFlightRequest:
     submission: asyncio.Future[None] | None = None
     restart: bool = False
     delivered: int = 0
+
+
+def check_fields(params: SamplingParams) -> None:
+    """Check what vLLM on GPUs finds out in its worker only: its engine would end, and so would the next one to get the request.
+
+    Raises:
+        RequestError: there are more biases or stop tokens than the worker takes.
+    """
+    biases = 0 if params.adjustment is None else len(params.adjustment.logit_bias)
+    if biases > MAX_BIASES:
+        raise RequestError(f"logit_bias has {biases} tokens, vLLM takes at most {MAX_BIASES}.")
+    if params.min_tokens and len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise RequestError(
+            f"There are {len(params.stop_token_ids)} stop_token_ids; with min_tokens, vLLM takes at most {MAX_STOP_TOKENS}."
+        )
 
 
 def adjustment_fields(adjustment: LogitAdjustment | None) -> dict[str, Any]:
