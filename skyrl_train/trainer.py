@@ -30,9 +30,9 @@ from skyrl_train.algorithms.kl import KlControl
 from skyrl_train.checkpoint_saving import POLICY_FOLDER, CheckpointSaving, RolloutSnapshot
 from skyrl_train.colocation import Colocation
 from skyrl_train.config.plan import Plan
-from skyrl_train.config.schema import RunConfig
+from skyrl_train.config.schema import RunConfig, TrainerMode
 from skyrl_train.environments.base import PromptRecord
-from skyrl_train.errors import CheckpointError, GeneratorOutputError, NonFiniteStepsError, StalenessError
+from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, NonFiniteStepsError, StalenessError
 from skyrl_train.evaluation.engines import EvaluationEngines, SharedEngines
 from skyrl_train.evaluation.runner import Evaluation
 from skyrl_train.events.log import NO_EVENTS, EventLog
@@ -105,7 +105,8 @@ class PPOTrainer:
         colocation: alternates generation and training on shared devices; None: they have separate ones.
     """
 
-    # A class in which engines must not sample while the policy trains sets this.
+    # A class in which engines must not sample while the policy trains sets this. Each step is then a turn, which begins with the
+    # whole batch and ends with a weight sync, unless the batches of several steps are generated before the first of them.
     always_colocated: ClassVar[bool] = False
 
     def __init__(self, config: RunConfig, plan: Plan, components: TrainerComponents) -> None:
@@ -120,6 +121,12 @@ class PPOTrainer:
         self.watchdog = Watchdog(failures.stuck_after_s, components.clock, self.describe, self._report)
         self.training = TrainingThread(components.events)
         self.colocation: Colocation | None = None
+        several = plan.weight_sync_interval > 1 and plan.mode is not TrainerMode.sync
+        if self.always_colocated and (several or plan.streaming_min_groups is not None):
+            raise ConfigError(
+                f"{type(self).__name__} is always_colocated: its engines sample nothing from the beginning of a step to a weight "
+                "sync. Set trainer.fully_async.weight_sync_interval=1 and streaming_min_groups=null."
+            )
         if config.trainer.placement.colocate_all or self.always_colocated:
             self.colocation = Colocation(
                 config, components.client, components.syncer, components.backend, self.training, components.clock
@@ -364,7 +371,10 @@ class PPOTrainer:
         return None if self.stop_requested else chosen
 
     def update_policy(self, batch: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Run one optimizer step on ``batch`` and return its metrics. Runs in the training thread."""
+        """Run one optimizer step on ``batch`` and return its metrics. Runs in the training thread.
+
+        A step in parts (``streaming_min_groups``) calls ``accumulate`` and ``finish_update`` of the trainer instead.
+        """
         metrics, trained_s = self.timed(self.components.backend.update, self.minibatch(batch))
         self.samples.collect(self.components.backend)
         return {**metrics, "time/train": trained_s}

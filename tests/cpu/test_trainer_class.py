@@ -32,6 +32,10 @@ class Synchronous(PPOTrainer):
     pass
 
 
+class Turns(FullyAsyncTrainer):
+    always_colocated = True
+
+
 class NoTrainer:
     pass
 
@@ -95,3 +99,17 @@ async def test_a_trainer_of_the_user_trains(mine: str, tmp_path: Path) -> None:
     h = Harness(tmp_path / "run", f"trainer.mode={mine}:Mine")
     await h.train()
     assert type(h.trainer).__name__ == "Mine" and h.trainer.finished
+
+
+async def test_a_trainer_of_the_user_that_takes_turns_samples_nothing_while_it_trains(
+    mine: str, tmp_path: Path
+) -> None:
+    h = Harness(tmp_path / "run", f"trainer.mode={mine}:Turns")
+    sampling: set[bool] = set()
+    h.backend.before_update = lambda part: sampling.add(h.client.gate.is_open)
+    await h.train()
+    assert sampling == {False} and h.trainer.finished
+    # Engines would sleep while later steps of a weight sync wait for groups, or sample while parts of a step train.
+    for name, value in (("weight_sync_interval", 2), ("streaming_min_groups", 1)):
+        with pytest.raises(ConfigError, match=r"Turns is always_colocated.*interval=1 and streaming_min_groups=null"):
+            Harness(tmp_path / name, f"trainer.mode={mine}:Turns", f"trainer.fully_async.{name}={value}")
