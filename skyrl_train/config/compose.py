@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from skyrl_train.config.keys import did_you_mean, in_free_section, known_keys, meant_setting, nearest, setting
 from skyrl_train.config.schema import RunConfig
@@ -53,6 +53,8 @@ _PATHS = (
     "generator.chat_template",
     "generator.weight_folder",
 )
+
+_QUOTED_NAME = re.compile(r"""([{,]\s*)(['"])(.*?)\2\s*:""")  # of a mapping in an override
 
 ConfigStore.instance().store(name=BASE, node=RunConfig)
 
@@ -122,7 +124,20 @@ def text_override(key: str, text: str) -> str:
         is_read = OverridesParser.create().parse_override(f"{key}={text}").value() == text
     except HydraException:
         is_read = False
-    return f"{key}={text if is_read else QuotedString(text, Quote.single).with_quotes()}"
+    return f"{key}={text if is_read else _quoted(text)}"
+
+
+def _quoted(text: str) -> str:
+    quoted: str = QuotedString(text, Quote.single).with_quotes()
+    return quoted
+
+
+def _is_readable(override: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        return False
+    return True
 
 
 def recipe_names(config_dir: str | Path | None = None) -> list[str]:
@@ -268,7 +283,10 @@ def _prepare(overrides: Sequence[str]) -> Iterator[str]:
                 hint = f"write it without spaces: {spaced[1]}={spaced[2]}"
             elif "=" in text:
                 key, _, value = text.partition("=")
-                hint = f"quote text with spaces or special characters: \"{key}='{value}'\""
+                hint = f'quote text with spaces or special characters: "{key}={_quoted(value)}"'
+                unquoted = _QUOTED_NAME.sub(r"\1\3:", value)
+                if unquoted != value and _is_readable(f"{key}={unquoted}"):
+                    hint = f'names in a mapping have no quotes: "{key}={unquoted}"'
             else:
                 hint = "write key=value"
             raise ConfigError(f"Cannot read the override {text!r}: {hint} ({first_line(error)}).") from error
@@ -312,6 +330,9 @@ def _explain(error: Exception, where: str) -> ConfigError:
     key = found.group(1) if found else getattr(error, "full_key", None)
     if key is None:
         return ConfigError(f"Cannot compose {where!r}: {_one_line(error)}")
+    interpolation = next((e for e in (error, error.__cause__) if isinstance(e, InterpolationResolutionError)), None)
+    if interpolation is not None:  # also in the value of an override
+        return ConfigError(f"{key} (in {where}) refers to something that is not there: {first_line(interpolation)}")
     if key not in known_keys() and not in_free_section(key) and "[" not in key:
         return _unknown_key(key, where)
     if "missing mandatory value" in text:
@@ -329,7 +350,7 @@ def _given_value(text: str, key: str, error: Exception) -> str:
     override = re.search(r"^Error merging override (\S+?)=(.*)$", str(error), re.MULTILINE)
     if override:
         return f", got {override.group(2)}"
-    if "Incompatible value 'None'" in text:
+    if "Incompatible value 'None'" in text or "is not Optional" in text:
         return ", got null"
     value = re.search(r"(?:Value|Invalid value) '([^']*)'", text)
     if value:

@@ -27,6 +27,8 @@ from skyrl_train.config.plan import resolve
 from skyrl_train.config.schema import FailurePolicy, RunConfig, TrainerMode
 from skyrl_train.errors import ConfigError
 
+MULTIPLIERS = "trainer.policy.optimizer_config.lr_multipliers"
+
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> Path:
@@ -179,6 +181,11 @@ def test_a_value_of_another_type_is_named_with_the_key_and_the_expected_type(ove
     assert expected in refusal("base", override)
 
 
+def test_a_section_without_settings_is_said_to_be_null(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("defaults: [base, _self_]\ntrainer:\n  fsdp:\n    # num_workers: 4\n")
+    assert refusal("empty", recipes=tmp_path) == "trainer.fsdp (in empty) must be a section of settings, got null."
+
+
 def test_a_wrong_type_in_a_recipe_is_named_too(recipes: Path) -> None:
     message = refusal("wrong_type", recipes=recipes)
     assert message == "trainer.epochs (in wrong_type) must be an integer, got abc."
@@ -193,10 +200,19 @@ def test_a_wrong_type_in_a_recipe_is_named_too(recipes: Path) -> None:
         ("trainer.epochs=1,2", "several values"),
         ("trainer.seed=???", "has no value"),
         ("trainer.seed=${trainer.bogus}", "'trainer.bogus' not found"),
+        ("trainer.run_name=${oc.env:NO_SUCH_VARIABLE}", "Environment variable 'NO_SUCH_VARIABLE' not found"),
+        ("trainer.run_name=it's", "\"trainer.run_name='it\\'s'\""),
+        (f"{MULTIPLIERS}={{'*.lora_B.*':16}}", f'names in a mapping have no quotes: "{MULTIPLIERS}={{*.lora_B.*:16}}"'),
     ],
 )
 def test_an_override_that_cannot_be_read_says_how_to_write_it(override: str, expected: str) -> None:
     assert expected in refusal("base", override)
+
+
+def test_the_proposed_spellings_are_read() -> None:
+    assert compose("base", [r"trainer.run_name='it\'s'"]).trainer.run_name == "it's"
+    factors = compose("base", [f"{MULTIPLIERS}={{*.lora_B.*:16}}"]).trainer.policy.optimizer_config.lr_multipliers
+    assert factors == {"*.lora_B.*": 16.0}
 
 
 def test_an_unknown_recipe_is_named_with_the_nearest_and_the_list(recipes: Path) -> None:
