@@ -143,9 +143,8 @@ def launch(
         requirements=_requirements(extras, f"./{relative / WHEEL}" if from_source else None),
         not_copied=NOT_COPIED + (f"/{place.relative_to(here)}\n" if here in place.parents else ""),
     )
-    image, wheel = image or name, []
-    if from_source:
-        wheel = [[str(SOURCE / "uvw"), "build", "--wheel", "--out-dir", str(relative), str(SOURCE)]]
+    image = image or name
+    wheel = [[str(SOURCE / "uvw"), "build", "--wheel", "--out-dir", str(relative), str(SOURCE)]] if from_source else []
     build = [*wheel, ["docker", "build", "--file", f"{relative}/Dockerfile", "--tag", image, "."]]
     dockerfile = {relative / "Dockerfile": _dockerfile(job), relative / "Dockerfile.dockerignore": job.not_copied}
     if target == "docker":
@@ -157,7 +156,7 @@ def launch(
         files = {relative / "slurm.sh": _slurm(job)}
         following = [["sbatch", f"{relative}/slurm.sh"]]
     elif target == "ray":
-        files = {relative / "runtime_env.yaml": _runtime_env(job)}
+        files = {relative / "runtime_env.yaml": _runtime_env(job, wheel)}
         local = ["--entrypoint-num-gpus", str(needs.local_gpus)] if needs.local_gpus else []
         environment = [*local, "--working-dir", ".", "--runtime-env", f"{relative}/runtime_env.yaml"]
         following = [["ray", "job", "submit", *environment, "--no-wait", "--", *job.command]]
@@ -270,13 +269,19 @@ def _check_target(target: str, config: RunConfig, needs: ClusterNeeds, nodes: in
             f"Every rank writes its part of a checkpoint, and SkyPilot's {nodes} nodes share no disk. Mount a volume on all, and "
             "name it: trainer.runs_dir=/an/absolute/path."
         )
+    for path in _outside(config):
+        if target != "ray" or not path.is_absolute():  # nodes of a cluster may share a disk
+            raise ConfigError(f"{path} is outside of {Path.cwd()}, which is copied to the machines. Move it inside.")
+
+
+def _outside(config: RunConfig) -> list[Path]:
+    """Return the files and folders of the recipe that are here, and not in the current folder."""
+    trainer = config.trainer
     local = [*config.data.train_data, *trainer.eval.eval_data, *config.environment.modules]
     paths = (trainer.policy.model.path, trainer.critic.model.path, config.generator.chat_template)
     local += [path for path in paths if path is not None]
     local += [file for text in texts(asdict(config)) if (file := text.partition(":")[0]).endswith(".py")]
-    for path in map(Path, local):
-        if path.exists() and not path.resolve().is_relative_to(Path.cwd()):
-            raise ConfigError(f"{path} is outside of {Path.cwd()}, which is copied to the machines. Move it inside.")
+    return [path for path in map(Path, local) if path.exists() and not path.resolve().is_relative_to(Path.cwd())]
 
 
 def _extras(config: RunConfig, needs: ClusterNeeds, dataset: PromptDataset | StreamingPrompts) -> list[str]:
@@ -312,6 +317,10 @@ def _warnings(target: str, extras: Sequence[str], config: RunConfig, memory: Mem
         warnings.append(
             f"the job uses this Python, {sys.executable}, which lacks {', '.join(missing)}. Before the job begins: "
             f"pip install 'skyrl-async[{','.join(missing)}]'"
+        )
+    if target == "ray" and (outside := _outside(config)):
+        warnings.append(
+            f"{', '.join(map(str, outside))}: outside of {Path.cwd()}, which Ray copies. All nodes need it under the same path."
         )
     if memory is None:
         warnings.append(
@@ -427,11 +436,13 @@ def _resources(job: Job) -> str:
     return f"--num-cpus={job.cpus} --num-gpus={job.gpus}"
 
 
-def _runtime_env(job: Job) -> str:
+def _runtime_env(job: Job, wheel: Sequence[Sequence[str]]) -> str:
     excludes = yaml.safe_dump({"excludes": job.not_copied.splitlines()})
+    build = "".join(f"# {shlex.join(command)}\n" for command in wheel)
     return (
         "# Written by `skyrl-train launch ray`. Ray copies the current folder to the cluster, without the paths below and those "
-        f"that git\n# ignores. Its nodes need: pip install {shlex.join(job.requirements)}\n{excludes}"
+        "that git\n# ignores. Each of its nodes needs this library before the job begins"
+        f"{', from a wheel that you build' if wheel else ''}:\n{build}# pip install {shlex.join(job.requirements)}\n{excludes}"
     )
 
 

@@ -154,6 +154,18 @@ def test_code_that_is_not_copied_to_the_machines_is_an_error(
     launched("slurm", *given)  # trains in this folder itself
 
 
+def test_nodes_of_a_ray_cluster_may_share_a_disk(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "rows.jsonl").write_text('{"prompt": "07c=", "answer": "ccccccc"}\n')
+    (here / "project").mkdir()
+    monkeypatch.chdir(here / "project")
+    launched(*RAY_JOB, f"data.train_data=[{here}/rows.jsonl]")
+    assert f"warning: {here}/rows.jsonl: outside of {here}/project, which Ray copies." in capsys.readouterr().out
+    assert main(["launch", *RAY_JOB, "data.train_data=[../rows.jsonl]"]) == 2
+    assert "Move it inside" in capsys.readouterr().err
+
+
 RAY_JOB = ["ray", "quickstart", "rollout.num_actors=2", "trainer.runs_dir=/mnt/runs", "--folder", "job"]
 COMMANDS = {
     "sbatch job/slurm.sh": ["slurm", "quickstart", "--folder", "job"],
@@ -197,7 +209,15 @@ def test_a_job_of_ray_leaves_out_runs_and_gets_the_gpus_of_the_command(
 ) -> None:
     launched(*RAY_JOB, "trainer.device=cuda")
     assert "--entrypoint-num-gpus 1 --working-dir ." in capsys.readouterr().out
-    assert ".venv" in yaml.safe_load((here / "job" / "runtime_env.yaml").read_text())["excludes"]
+    written = (here / "job" / "runtime_env.yaml").read_text()
+    assert ".venv" in yaml.safe_load(written)["excludes"]
+    # The next command does not build the wheel that the nodes need, so the file says how to.
+    comments = [line.removeprefix("# ") for line in written.splitlines() if line.startswith("#")]
+    (build,), (install,) = (
+        [line for line in comments if begin in line] for begin in (" build --wheel ", "pip install ")
+    )
+    assert comments.index(build) + 1 == comments.index(install)
+    assert "--out-dir job " in build and install.startswith("pip install './job/skyrl_async-")
 
 
 @pytest.mark.parametrize(("runs", "left_out"), [("mine/runs", "/mine/runs"), ("../elsewhere", None)])
