@@ -161,9 +161,13 @@ def simulate(
         switch_s = measured.switch_s if switch_s is None else switch_s
         bound = bound or measured.bound
     bound = bound or 4
-    if devices == 1 and switch_s is None:
+    each = 1 if measured is None else measured.engine_devices
+    if devices < each:
+        raise ConfigError(f"An engine of this run has {each} devices. Set --devices={each} or more.")
+    if devices == each and switch_s is None:
         raise ConfigError(
-            "One device generates and trains in turns: give the seconds of a turn's change with --switch-s."
+            f"{'One device generates and trains' if each == 1 else f'{each} devices generate and train'} in turns: give the "
+            "seconds of a turn's change with --switch-s."
         )
     work = replace(work, batch_groups=groups or work.batch_groups, samples=samples or work.samples)
     if median is not None or tail is not None:
@@ -195,7 +199,7 @@ def simulate(
     if die_every is not None or slow_every is not None:
         faults = Faults(die_every or NEVER, slow_every or NEVER, slow_for, slow_by, seed)
     work, unit = coarsened(replace(work, engine=engine, training=training, faults=faults))
-    scenario = Scenario(work, trainers, devices, switch_s)
+    scenario = Scenario(work, trainers, devices, switch_s, each)
     describe(console, scenario, unit, measured)
 
     logging.disable(logging.ERROR)  # of the modelled engines' deaths
@@ -206,7 +210,7 @@ def simulate(
             for mode in ("sync", "partial_rollout"):
                 setup, outcome = scenario.fastest(scenario.splits(Setup(mode, bound=bound)))
                 rows[setup] = outcome
-            if devices > 1:
+            if scenario.most_engines:
                 setup, outcome = scenario.fastest(scenario.splits(Setup("one_step_off")))
                 rows[setup] = outcome
                 setup, outcome = scenario.fastest(scenario.splits(Setup("fully_async", bound=bound)))
@@ -267,6 +271,7 @@ def describe(console: Console, scenario: Scenario, unit: float, measured: Measur
         f"{number(engine.transfer_s)} s, and pause an engine for {number(engine.load_s)} s\n"
         f"training  {speed}\n"
         f"devices   {scenario.devices}"
+        f"{f', of which an engine has {scenario.engine_devices}' if scenario.engine_devices > 1 else ''}"
     )
     if scenario.switch_s is not None:
         console.print(f"          in turns: {number(scenario.switch_s)} s to give all of them to training and back")
@@ -288,7 +293,8 @@ def describe(console: Console, scenario: Scenario, unit: float, measured: Measur
 
 def split_of(setup: Setup) -> str:
     """Return the devices of a setup in words."""
-    return f"{setup.engines} in turns" if setup.trainers is None else f"{setup.engines} + {setup.trainers}"
+    engines = str(setup.engines) if setup.engine_devices == 1 else f"{setup.engines} x {setup.engine_devices}"
+    return f"{engines} in turns" if setup.trainers is None else f"{engines} + {setup.trainers}"
 
 
 def name_of(setup: Setup) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_train.config import derive
 from skyrl_train.errors import ConfigError
 from skyrl_train.events.log import EVENTS
 from skyrl_train.events.reader import EventReader, Events
@@ -48,6 +49,7 @@ class MeasuredRun:
         workload: its responses and speeds, on its engines.
         settings: its schedule, as overrides.
         trainers: devices that trained.
+        engine_devices: of each engine.
         bound: S.
         switch_s: seconds of a step in which engines and trainer gave each other the devices; None: they had their own.
         edge: steps that :func:`skyrl_train.simulation.run.simulate` leaves out at either end for the figures below.
@@ -60,6 +62,7 @@ class MeasuredRun:
     workload: Workload
     settings: tuple[str, ...]
     trainers: int
+    engine_devices: int
     bound: int
     switch_s: float | None
     edge: int
@@ -71,7 +74,7 @@ class MeasuredRun:
     @property
     def devices(self) -> int:
         """Devices in all."""
-        engines = self.workload.engines
+        engines = self.workload.engines * self.engine_devices
         return engines + self.trainers if self.switch_s is None else max(engines, self.trainers)
 
 
@@ -164,6 +167,7 @@ def measure_run(folder: Path, steps: int) -> MeasuredRun:
         workload=workload,
         settings=_schedule(config),
         trainers=config.trainer.fsdp.num_workers if config.trainer.strategy == "fsdp2" else 1,
+        engine_devices=max(1, derive.engine_num_gpus(engine)),
         bound=bound,
         switch_s=switch_s,
         edge=edge,

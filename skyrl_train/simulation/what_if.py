@@ -21,7 +21,7 @@ class Setup:
 
     Attributes:
         mode: ``trainer.mode``.
-        engines: devices that generate.
+        engines: that generate, on one device each, or on ``engine_devices``.
         trainers: devices that train; None: the same ones, in turns.
         policy: the staleness policy.
         bound: S.
@@ -36,6 +36,7 @@ class Setup:
     bound: int = 4
     depth: float | None = None
     streaming: int | None = None
+    engine_devices: int = 1
 
     @property
     def settings(self) -> dict[str, str]:
@@ -61,27 +62,36 @@ class Scenario:
         workload: its training speed is the one of ``trainers`` devices, which share the tokens of a step evenly.
         switch_s: seconds to give all devices from the engines to the trainer and back. The modes sync and partial_rollout use
             all devices in turns then; None: they split them, as the others do.
+        engine_devices: of each engine.
     """
 
     workload: Workload
     trainers: int
     devices: int
     switch_s: float | None
+    engine_devices: int = 1
+
+    @property
+    def most_engines(self) -> int:
+        """The engines that leave a device for training."""
+        return (self.devices - 1) // self.engine_devices
 
     def splits(self, setup: Setup) -> list[Setup]:
         """Return ``setup`` on the splits worth trying: engines and trainers about equally fast, or all devices in turns."""
+        each = self.engine_devices
+        setup = replace(setup, engine_devices=each)
         if self.switch_s is not None and setup.mode in ("sync", "partial_rollout"):
-            return [replace(setup, engines=self.devices, trainers=None)]
+            return [replace(setup, engines=self.devices // each, trainers=None)]
         engine, training = self.workload.engine, self.workload.training
         tokens = self.workload.batch_groups * self.workload.samples * self.workload.lengths.mean
 
         def imbalance(engines: int) -> float:
             generation_s = tokens / (engines * engine.slots * engine.steps_per_s(engine.slots))
-            return abs(generation_s - training.per_step_s - self._per_token_s(self.devices - engines) * tokens)
+            return abs(generation_s - training.per_step_s - self._per_token_s(self.devices - engines * each) * tokens)
 
-        balanced = min(range(1, self.devices), key=imbalance)
-        near = range(max(1, balanced - 1), min(self.devices - 1, balanced + 1) + 1)
-        return [replace(setup, engines=engines, trainers=self.devices - engines) for engines in near]
+        balanced = min(range(1, self.most_engines + 1), key=imbalance)
+        near = range(max(1, balanced - 1), min(self.most_engines, balanced + 1) + 1)
+        return [replace(setup, engines=engines, trainers=self.devices - engines * each) for engines in near]
 
     def simulate(self, setup: Setup) -> Outcome | SkyRLError:
         """Return the outcome, or the error that ended the run.

@@ -205,6 +205,14 @@ def test_a_run_that_took_turns_is_simulated_in_turns(tmp_path: Path) -> None:
     assert again.step_s == pytest.approx(outcome.step_s, rel=0.05)
 
 
+def test_an_engine_has_as_many_devices_as_ranks(tmp_path: Path) -> None:
+    engine = "generator.inference_engine"
+    of_two = [f"{engine}.backend=vllm", f"{engine}.device=cuda", f"{engine}.tensor_parallel_size=2"]
+    record_run(tmp_path / "run", replace(SMALL, steps=8), *ASYNC, *of_two)
+    run = measure_run(tmp_path / "run", 8)
+    assert (run.engine_devices, run.trainers, run.devices) == (2, 1, 3)
+
+
 def test_a_run_that_cannot_be_measured_is_an_error_that_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a run folder"):
         measure_run(tmp_path, 16)
@@ -237,6 +245,12 @@ def test_the_devices_are_split_where_both_sides_are_about_equally_fast_or_shared
     shared = replace(scenario, switch_s=4.0)
     assert shared.splits(Setup("sync")) == [Setup("sync", engines=8, trainers=None)]
     assert len(shared.splits(Setup("fully_async"))) == 3
+    # Engines of two devices each: 100 tokens/s with two of them.
+    paired = replace(scenario, engine_devices=2)
+    assert [(s.engines, s.trainers) for s in paired.splits(Setup("sync"))] == [(2, 4), (3, 2)]
+    assert [command.split_of(s) for s in paired.splits(Setup("sync"))] == ["2 x 2 + 4", "3 x 2 + 2"]
+    (turns,) = replace(paired, switch_s=4.0).splits(Setup("sync"))
+    assert (turns.engines, turns.trainers) == (4, None) and command.split_of(turns) == "4 x 2 in turns"
 
 
 def test_in_turns_all_devices_generate_and_all_train_and_the_change_takes_its_time() -> None:
