@@ -370,8 +370,8 @@ def _request_fields(body: type[RequestBody], shared: Sequence[type[RequestBody]]
 
 MIGRATION = """# Settings of other libraries
 
-With `--from LIBRARY`, `skyrl-train` `plan`, `try`, `train`, `sweep`, `eval`, `doctor` and `launch` translate a yaml file of
-another library, or its `key=value` settings, by these tables; [how to migrate](../compare.md#migrate) has an example. A
+With `--from LIBRARY`, `skyrl-train` `plan`, `try`, `train`, `sweep`, `eval`, `doctor` and `launch` translate a file (yaml or
+toml) of another library, or its `key=value` settings, by these tables; [how to migrate](../compare.md#migrate) has an example. A
 setting without a counterpart is left out, and the command prints the reason. A default is listed where a run from that
 library keeps it. `section.*` stands for all settings in a section.
 

@@ -63,7 +63,7 @@ Library = Annotated[
     typer.Option(
         "--from",
         metavar="LIBRARY",
-        help="Instead of a recipe: a yaml file or key=value settings of skyrl, verl, trl, prime-rl or areal.",
+        help="Instead of a recipe: a file (yaml, toml) or key=value settings of skyrl, verl, trl, prime-rl or areal.",
     ),
 ]
 

@@ -251,6 +251,28 @@ def test_a_setting_that_a_table_lacks_is_named_and_left_out() -> None:
     }
 
 
+def test_a_file_may_be_toml(tmp_path: Path) -> None:
+    file = tmp_path / "rl.toml"
+    file.write_text(
+        'max_steps = 200\n[ckpt]\ninterval = 50\n[model]\nname = "a/b"\n[orchestrator]\nbatch_size = 128\ngroup_size = 8\n'
+        '[[orchestrator.train.source]]\nname = "wordle"\n'
+    )
+    migration = migrate("prime-rl", [str(file), "orchestrator.group_size=16"])
+    trainer = migration.config.trainer
+    assert (trainer.max_steps, trainer.ckpt_interval, trainer.policy.model.path) == (200, 50, "a/b")
+    assert trainer.policy_mini_batch_size == 8
+    assert [name for name, _ in migration.without] == ["orchestrator.train.source"]
+    file.write_text("max_steps: 200")
+    with pytest.raises(ConfigError, match=r"rl.toml does not hold readable settings"):
+        migrate("prime-rl", [str(file)])
+
+
+def test_the_classes_of_hydras_sections_are_not_named(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text("actor_rollout_ref: {actor: {_target_: verl.workers.config.ActorConfig, ppo_epochs: 2}}\n")
+    assert migrate("verl", [str(file)]).without == []
+
+
 def test_an_empty_section_of_a_file_is_not_named(tmp_path: Path) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text("trainer:\ngenerator: {n_samples_per_prompt: 3}\n")
@@ -282,7 +304,7 @@ def test_hydras_defaults_without_other_files_are_not_named(tmp_path: Path) -> No
         (["trainer.strategy=megatron"], r"trainer.strategy \(in SkyRL's settings\) must be one of local, fsdp2"),
         (["trainer.epochs=many"], "trainer.epochs=many .* must be a number"),
         (["~trainer.epochs=1"], "leave the setting out"),
-        (["a.yaml", "b.yaml"], "one yaml file"),
+        (["a.yaml", "b.yaml"], "takes one file"),
         (["missing.yaml"], "cannot read missing.yaml"),
         (["trainer.run_name=${nothing.there}"], "readable settings"),
         (["trainer.samples_per_step=-1", "trainer.samples_per_step=x"], "must be an integer"),
@@ -441,6 +463,48 @@ CORRECTION = "trainer.algorithm.off_policy_correction"
             ["algorithm.rollout_correction.rollout_is=null"],
             {f"{CORRECTION}.tis_ratio_type": None, f"{CORRECTION}.allow_uncorrected": True},
         ),
+        (  # minibatches of a batch, also where its trainer is asynchronous; the warm-up counts each of its updates there
+            "verl",
+            ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4",
+             "trainer.v1.sampler.max_off_policy_threshold=2", "trainer.v1.sampler.max_off_policy_strategy=wait",
+             "data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "trainer.total_training_steps=100",
+             "trainer.save_freq=10", "actor_rollout_ref.actor.optim.lr_warmup_steps=7"],
+            {"trainer.mode": "fully_async", "trainer.fully_async.weight_sync_interval": 4,
+             "trainer.fully_async.max_staleness_steps": 7, "trainer.fully_async.staleness_policy": "wait",
+             "trainer.max_steps": 400, "trainer.ckpt_interval": 40,
+             "trainer.policy.optimizer_config.num_warmup_steps": 7},
+        ),
+        (  # at most (1 + 0.5) x 4 x 2 minibatches between two weight syncs
+            "verl",
+            ["async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=4",
+             "async_training.require_batches=2", "data.train_batch_size=0", "trainer.test_freq=10",
+             "actor_rollout_ref.actor.ppo_mini_batch_size=32", "actor_rollout_ref.actor.optim.lr_warmup_steps=5"],
+            {"trainer.mode": "fully_async", "trainer.fully_async.weight_sync_interval": 8,
+             "trainer.fully_async.generate_ahead_steps": 4.0, "trainer.fully_async.max_staleness_steps": 11,
+             "trainer.fully_async.staleness_policy": "accept", "trainer.eval.interval": 80,
+             "trainer.policy.optimizer_config.num_warmup_steps": 10},
+        ),
+        (
+            "verl",
+            ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
+             "actor_rollout_ref.rollout.val_kwargs.do_sample=false", "actor_rollout_ref.rollout.val_kwargs.temperature=0.6",
+             "actor_rollout_ref.actor.optim.warmup_style=cosine"],
+            {"trainer.micro_batch_tokens": 4 * 8192, "trainer.fsdp.sequence_parallel_size": 4,
+             "trainer.eval.sampling_params": {"temperature": 0.6}, "trainer.policy.optimizer_config.scheduler": "cosine"},
+        ),
+        (
+            "trl",
+            ["max_staleness=3", "weight_sync_steps=2"],
+            {"trainer.fully_async.max_staleness_steps": 7, "trainer.fully_async.weight_sync_interval": 2},
+        ),
+        (
+            "trl",
+            ["lr_scheduler_type=constant_with_warmup", "use_peft=true", "max_prompt_length=null",
+             "generation_kwargs.stop=</answer>"],
+            {"trainer.policy.optimizer_config.scheduler": "constant", "trainer.policy.model.lora.rank": 16,
+             "trainer.policy.model.lora.alpha": 32.0, "generator.max_input_length": 256,
+             "generator.sampling_params.stop": ["</answer>"]},
+        ),
         (
             "trl",
             ["num_generations=4", "epsilon=0.1", "loss_type=dr_grpo", "scale_rewards=none", "use_vllm=true", "top_k=0",
@@ -526,7 +590,34 @@ CORRECTION = "trainer.algorithm.off_policy_correction"
             {"trainer.policy_mini_batch_size": 8, "trainer.mode": "fully_async",
              "trainer.fully_async.staleness_policy": "drop", "trainer.fully_async.max_staleness_steps": 3},
         ),
-        ("areal", ["rollout.max_head_offpolicyness=4"], {"trainer.fully_async.generate_ahead_steps": 4}),
+        (
+            "prime-rl",
+            ["output_dir=outputs", "run.name=wordle", "inference.vllm.data_parallel_size=4"],
+            {"trainer.runs_dir": "outputs", "trainer.run_name": "wordle", "trainer.run_dir": None, f"{ENGINE}.num_engines": 4},
+        ),
+        (
+            "areal",
+            ["rollout.max_head_offpolicyness=4"],
+            {"trainer.mode": "fully_async", "trainer.fully_async.generate_ahead_steps": 4,
+             "trainer.fully_async.max_staleness_steps": 4, "trainer.fully_async.staleness_policy": "accept"},
+        ),
+        (
+            "areal",
+            ["rollout.max_head_offpolicyness=2", "actor.ppo_n_minibatches=4", "train_dataset.batch_size=256",
+             "rollout.consumer_batch_size=256", "total_train_steps=100", "actor.eps_clip=0.4", "gconfig.n_samples=4"],
+            {"trainer.policy_mini_batch_size": 64, "trainer.fully_async.weight_sync_interval": 4,
+             "trainer.fully_async.generate_ahead_steps": 8, "trainer.fully_async.max_staleness_steps": 11,
+             "trainer.max_steps": 400, "trainer.algorithm.eps_clip_low": 0.4, "trainer.algorithm.eps_clip_high": 0.4,
+             "generator.n_samples_per_prompt": 4, "trainer.train_batch_size": None},
+        ),
+        (
+            "areal",
+            ["rollout.max_head_offpolicyness=0", "actor.ppo_n_minibatches=4", "train_dataset.batch_size=256",
+             "actor.eps_clip=0.2", "actor.eps_clip_higher=0.28", "train_dataset.shuffle=false"],
+            {"trainer.mode": "sync", "trainer.policy_mini_batch_size": 64, "trainer.train_batch_size": 256,
+             "trainer.fully_async.weight_sync_interval": 1, "trainer.algorithm.eps_clip_high": 0.28,
+             "data.sampler": "sequential"},
+        ),
     ],
 )  # fmt: skip
 def test_other_libraries(library: str, overrides: list[str], expected: dict[str, object]) -> None:
@@ -569,6 +660,8 @@ def test_the_device_is_that_of_the_other_library_or_said_to_be_a_cpu(
         ("verl", "trainer.v1.trainer_mode=colocate_async", "sync and separate_async"),
         ("verl", "critic.ppo_epochs=2", "trains on the minibatches of the policy"),
         ("verl", "reward.num_workers=4", "takes a function"),
+        ("verl", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum", "no such reduction"),
+        ("trl", "lr_scheduler_type=polynomial", "scheduler=path.to.Schedule"),
         ("trl", "loss_type=vespo", "there is no loss vespo here"),
         ("trl", "vllm_importance_sampling_clip_max=null", "weights have an upper bound here"),
         ("trl", "optim=adafactor", "the optimizer is AdamW"),

@@ -10,7 +10,8 @@ _SETTINGS: list[Setting] = [
         {
             "max_steps": "trainer.max_steps",
             "model.name": "trainer.policy.model.path",
-            "output_dir": "trainer.run_dir",
+            "output_dir": "trainer.runs_dir",
+            "run.name": "trainer.run_name",
             "ckpt.interval": "trainer.ckpt_interval",
             "ckpt.keep_last": "trainer.max_ckpts_to_keep",
             "trainer.optim.lr": "trainer.policy.optimizer_config.lr",
@@ -30,6 +31,9 @@ _SETTINGS: list[Setting] = [
             "orchestrator.eval.group_size": "trainer.eval.n_samples_per_prompt",
             "deployment.num_train_gpus": "trainer.fsdp.num_workers",
             "seq_len": "generator.inference_engine.max_model_len",
+            "inference.vllm.tensor_parallel_size": "generator.inference_engine.tensor_parallel_size",
+            "inference.vllm.data_parallel_size": "generator.inference_engine.num_engines",
+            "inference.vllm.gpu_memory_utilization": "generator.inference_engine.engine_args.gpu_memory_utilization",
         },
     ),
     Setting(

@@ -1,6 +1,6 @@
 """Settings of other libraries, translated into ours: ``skyrl-train train --from skyrl ...``.
 
-a library's table (data, one module each) + its yaml file and overrides ──migrate──> RunConfig, and what has no counterpart
+a library's table (data, one module each) + its file and overrides ──migrate──> RunConfig, and what has no counterpart
 
 ``docs/reference/migration.md`` is generated from the tables.
 """
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -88,8 +90,8 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
 
     Args:
         library: a key of ``LIBRARIES``.
-        arguments: a yaml file of its settings, ``key=value`` overrides of them, or both. Overrides with names that only we
-            have are applied last, as they are.
+        arguments: a file of its settings (yaml or toml), ``key=value`` overrides of them, or both. Overrides with names that
+            only we have are applied last, as they are.
 
     Raises:
         ConfigError: the file cannot be read, a name is known to neither, though the table is whole, or a value is of another
@@ -102,7 +104,7 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
     table = LIBRARIES[library]
     files = [text for text in arguments if "=" not in text]
     if len(files) > 1:
-        raise ConfigError(f"--from {library} takes one yaml file and key=value settings, not {' and '.join(files)}.")
+        raise ConfigError(f"--from {library} takes one file and key=value settings, not {' and '.join(files)}.")
     ours: list[str] = []  # overrides that only we have
     texts: list[str] = []
     for text in arguments:
@@ -118,6 +120,8 @@ def migrate(library: str, arguments: Sequence[str]) -> Migration:
         without.append(("defaults", _OTHER_FILES.format(", ".join(map(_text, other_files)))))
     for name, value in _leaves(read):
         name = table.renamed.get(name, name)
+        if name.rpartition(".")[2] == "_target_":
+            continue  # hydra's: the class of a section
         if value is None and not table.rows(name) and any(row.name.startswith(f"{name}.") for row in table.settings):
             continue  # a section without settings
         if not table.rows(name):
@@ -196,7 +200,12 @@ def _read(library: str, files: Sequence[str], overrides: Sequence[str]) -> dict[
             raise ConfigError(f"Cannot read the override {text!r}: leave the setting out instead.")
     place = files[0] if files else "the command line"
     try:
-        read = [OmegaConf.load(path) for path in files]
+        read = [
+            OmegaConf.create(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+            if path.endswith(".toml")
+            else OmegaConf.load(path)
+            for path in files
+        ]
         read.append(OmegaConf.from_dotlist([text.lstrip("+") for text in overrides]))
         settings = OmegaConf.to_container(OmegaConf.merge(*read), resolve=True)
     except OSError as error:

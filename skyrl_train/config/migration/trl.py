@@ -178,7 +178,6 @@ _SETTINGS: list[Setting] = [
             "learning_rate": "trainer.policy.optimizer_config.lr",
             "weight_decay": "trainer.policy.optimizer_config.weight_decay",
             "max_grad_norm": "trainer.policy.optimizer_config.max_grad_norm",
-            "lr_scheduler_type": "trainer.policy.optimizer_config.scheduler",
             "num_iterations": "trainer.update_epochs_per_batch",
             "beta": "trainer.algorithm.kl_loss_coef",
             "entropy_coef": "trainer.algorithm.entropy_coef",
@@ -198,8 +197,6 @@ _SETTINGS: list[Setting] = [
             "lora_alpha": "trainer.policy.model.lora.alpha",
             "lora_dropout": "trainer.policy.model.lora.dropout",
             "dataset_streaming": "data.streaming",
-            "max_prompt_length": "generator.max_input_length",
-            "generation_kwargs.stop": "generator.sampling_params.stop",
             "generation_kwargs.stop_token_ids": "generator.sampling_params.stop_token_ids",
             "generation_kwargs.min_tokens": "generator.sampling_params.min_tokens",
             "generation_kwargs.ignore_eos": "generator.sampling_params.ignore_eos",
@@ -217,6 +214,18 @@ _SETTINGS: list[Setting] = [
         Setting(name, "trainer.policy.optimizer_config.num_warmup_steps", note, UNSET, _warmup)
         for name, note in (("warmup_steps", "below 1: a share of max_steps"), ("warmup_ratio", "of max_steps"))
     ],
+    Setting(
+        "lr_scheduler_type",
+        "trainer.policy.optimizer_config.scheduler",
+        "constant_with_warmup: constant",
+        UNSET,
+        known_values(
+            {"constant_with_warmup": "constant", **{name: name for name in ("constant", "linear", "cosine")}},
+            "a schedule of your own is named by scheduler=path.to.Schedule",
+        ),
+    ),
+    Setting("max_prompt_length", "generator.max_input_length", "", UNSET, unless_none),
+    Setting("generation_kwargs.stop", "generator.sampling_params.stop", "a list", UNSET, list_unless_none),
     Setting("run_name", "trainer.run_name", "", UNSET, unless_none),
     Setting("save_total_limit", "trainer.max_ckpts_to_keep", "null has no counterpart", UNSET, checkpoints_to_keep),
     Setting("top_k", "generator.sampling_params.top_k", "0: -1", UNSET, lambda value, theirs: value or -1),
@@ -271,7 +280,14 @@ _SETTINGS: list[Setting] = [
         lambda value, theirs: True if value else UNSET,
     ),
     *_CORRECTIONS,
-    Setting("max_staleness", "trainer.fully_async.max_staleness_steps"),
+    Setting(
+        "max_staleness",
+        "trainer.fully_async.max_staleness_steps",
+        "there weight syncs, here steps",
+        UNSET,
+        # The last step before the next sync trains on weights that are weight_sync_steps - 1 steps newer than the last synced.
+        lambda value, theirs: (value + 1) * theirs.get("weight_sync_steps", 1) - 1,
+    ),
     Setting("max_staleness", "trainer.fully_async.staleness_policy", "drop", UNSET, lambda value, theirs: "drop"),
     Setting("max_staleness", "trainer.mode", "fully_async", UNSET, lambda value, theirs: "fully_async"),
     Setting("token_budget", "trainer.micro_batch_tokens", "", UNSET, unless_none),
@@ -320,6 +336,13 @@ _SETTINGS: list[Setting] = [
         "true: lora_r; false: 0",
         UNSET,
         lambda value, theirs: theirs.get("lora_r", 16) if value else 0,
+    ),
+    Setting(
+        "use_peft",
+        "trainer.policy.model.lora.alpha",
+        "true: lora_alpha, by default there 32",
+        UNSET,
+        lambda value, theirs: theirs.get("lora_alpha", 32) if value else UNSET,
     ),
     Setting(
         "lora_target_modules",

@@ -33,15 +33,40 @@ _LEVELS = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_me
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _NO_KL_ESTIMATOR = "there are the estimators k1, k2 and k3"
 _BATCHES = "there batches, here minibatches"
+_AHEAD, _EVERY, _BATCHES_EACH = "staleness_threshold", "trigger_parameter_sync_step", "require_batches"
 _DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 
 
 def _minibatches(theirs: Theirs) -> int:
-    """Return the optimizer steps in a step of verl, which is a batch but where the trainer is asynchronous."""
+    """Return the optimizer steps in a step of verl: a batch, or with ``async_training`` what it trains between weight syncs."""
     minibatch = theirs.get(f"{_ACTOR}.ppo_mini_batch_size", TrainerConfig().policy_mini_batch_size)
-    if not minibatch or theirs.get("trainer.v1.trainer_mode", "sync") != "sync":
-        return 1
-    return max(1, int(theirs.get("data.train_batch_size") or 0) // int(minibatch))
+    batches = max(1, int(theirs.get("data.train_batch_size") or 0) // int(minibatch)) if minibatch else 1
+    return _between_syncs(theirs) if _is_fully_async(theirs) else batches
+
+
+def _is_fully_async(theirs: Theirs) -> bool:
+    """Return whether the settings are of the script ``fully_async_main``."""
+    return any(f"async_training.{name}" in theirs for name in (_AHEAD, _EVERY, _BATCHES_EACH))
+
+
+def _between_syncs(theirs: Theirs) -> int:
+    """Return the optimizer steps between two weight syncs of ``fully_async_main``."""
+    return int(theirs.get(f"async_training.{_EVERY}", 1)) * int(theirs.get(f"async_training.{_BATCHES_EACH}", 1))
+
+
+def _ahead(theirs: Theirs) -> float:
+    """Return the steps that generation runs ahead; the threshold there is a share of the samples between two weight syncs."""
+    ahead: float = theirs.get(f"async_training.{_AHEAD}", 0.0) * _between_syncs(theirs)
+    return ahead
+
+
+def _bound(value: Any, theirs: Theirs) -> Any:
+    """Convert a number of versions that a group may span: the one that began it, and those of the steps until it has trained."""
+    if theirs.get("trainer.v1.trainer_mode") != "separate_async":
+        return UNSET
+    if value is None:
+        return Without("trainer.fully_async.staleness_policy=accept trains groups of any age")
+    return value * int(theirs.get("trainer.v1.separate_async.parameter_sync_step", _minibatches(theirs))) - 1
 
 
 def _steps(value: Any, theirs: Theirs) -> Any:
@@ -50,6 +75,21 @@ def _steps(value: Any, theirs: Theirs) -> Any:
 
 def _steps_or_0(value: Any, theirs: Theirs) -> Any:
     return 0 if value is None or value < 0 else int(value) * _minibatches(theirs)
+
+
+def _warmup_steps(value: Any, theirs: Theirs) -> Any:
+    """Convert steps of verl's scheduler, which makes one for each call that trains: with a batch, or with a part of it."""
+    if theirs.get("trainer.v1.trainer_mode") == "separate_async":
+        return max(0, value or 0)
+    if _is_fully_async(theirs):
+        return max(0, value or 0) * int(theirs.get(f"async_training.{_BATCHES_EACH}", 1))
+    return _steps_or_0(value, theirs)
+
+
+def _tokens(value: Any, theirs: Theirs) -> int:
+    """Convert tokens for each GPU; here they are those of all ranks that share the sequences."""
+    names = (f"{_ACTOR}.ulysses_sequence_parallel_size", f"{_ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
+    return int(value * max(theirs.get(name) or 1 for name in names))
 
 
 def _warmup(value: Any, theirs: Theirs) -> Any:
@@ -133,7 +173,6 @@ _SETTINGS: list[Setting] = [
             "grad_clip": "trainer.policy.optimizer_config.max_grad_norm",
             "ppo_mini_batch_size": "trainer.policy_mini_batch_size",
             "ppo_epochs": "trainer.update_epochs_per_batch",
-            "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
             "clip_ratio_c": "trainer.algorithm.clip_ratio_c",
             "entropy_coeff": "trainer.algorithm.entropy_coef",
             "tau_pos": "trainer.algorithm.sapo.tau_pos",
@@ -150,12 +189,20 @@ _SETTINGS: list[Setting] = [
         },
     ),
     Setting(
+        f"{_ACTOR}.ppo_max_token_len_per_gpu",
+        "trainer.micro_batch_tokens",
+        "times ulysses_sequence_parallel_size",
+        UNSET,
+        _tokens,
+    ),
+    Setting(
         "actor_rollout_ref.actor.optim.lr_warmup_steps",
         "trainer.policy.optimizer_config.num_warmup_steps",
         f"-1: 0; {_BATCHES}",
         UNSET,
-        _steps_or_0,
+        _warmup_steps,
     ),
+    Setting(f"{_ACTOR}.optim.warmup_style", "trainer.policy.optimizer_config.scheduler", "", UNSET, unless_none),
     Setting(
         f"{_ACTOR}.optim.lr_warmup_steps_ratio",
         "trainer.policy.optimizer_config.num_warmup_steps",
@@ -218,12 +265,13 @@ _SETTINGS: list[Setting] = [
         "trainer.algorithm.loss_reduction",
         "token-mean, seq-mean-token-mean, seq-mean-token-sum-norm",
         UNSET,
-        mapped_values(
+        known_values(
             {
                 "token-mean": "token_mean",
                 "seq-mean-token-mean": "sequence_mean",
                 "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
-            }
+            },
+            "there is no such reduction here; algorithms.md says which there are",
         ),
     ),
     Setting(
@@ -287,9 +335,9 @@ _SETTINGS: list[Setting] = [
     Setting(
         f"{_ROLLOUT}.val_kwargs.do_sample",
         "trainer.eval.sampling_params.temperature",
-        "false: 0",
+        "false, without a temperature: 0",  # its engines sample at the temperature in both cases
         UNSET,
-        lambda value, theirs: theirs.get(f"{_ROLLOUT}.val_kwargs.temperature", UNSET) if value else 0.0,
+        lambda value, theirs: theirs.get(f"{_ROLLOUT}.val_kwargs.temperature", UNSET if value else 0.0),
     ),
     Setting(f"{_ROLLOUT}.quantization", f"{_ENGINE}.engine_args.quantization", "", UNSET, unless_none),
     Setting(
@@ -441,7 +489,7 @@ _SETTINGS: list[Setting] = [
         "trainer.critic.optimizer_config.num_warmup_steps",
         f"-1: 0; {_BATCHES}",
         UNSET,
-        _steps_or_0,
+        _warmup_steps,
     ),
     *[
         Setting("trainer.device", key, "cuda or cpu", UNSET, known_values({"cuda": "cuda", "cpu": "cpu"}, where))
@@ -460,13 +508,22 @@ _SETTINGS: list[Setting] = [
         ),
     ),
     Setting("trainer.v1.separate_async.parameter_sync_step", "trainer.fully_async.weight_sync_interval"),
-    Setting("trainer.v1.sampler.max_off_policy_threshold", "trainer.fully_async.max_staleness_steps"),
+    Setting(
+        "trainer.v1.sampler.max_off_policy_threshold",
+        "trainer.fully_async.max_staleness_steps",
+        "with separate_async; there versions, the first one included: times parameter_sync_step, minus 1",
+        UNSET,
+        _bound,
+    ),
     Setting(
         "trainer.v1.sampler.max_off_policy_strategy",
         "trainer.fully_async.staleness_policy",
-        "drop",
+        "drop, wait",
         UNSET,
-        known_values({"drop": "drop"}, "trainer.fully_async.staleness_policy has mask, accept, wait and drop"),
+        known_values(
+            {name: name for name in ("drop", "wait")},
+            "trainer.fully_async.staleness_policy has mask, accept, wait and drop",
+        ),
     ),
     *other_names(
         "trainer.",
@@ -512,13 +569,32 @@ _SETTINGS: list[Setting] = [
         UNSET,
         trackers,
     ),
-    *other_names(
-        "async_training.",
-        {
-            "staleness_threshold": "trainer.fully_async.generate_ahead_steps",
-            "trigger_parameter_sync_step": "trainer.fully_async.weight_sync_interval",
-        },
-    ),
+    *[
+        Setting(f"async_training.{name}", "trainer.mode", "fully_async", UNSET, lambda value, theirs: "fully_async")
+        for name in (_AHEAD, _EVERY, _BATCHES_EACH)
+    ],
+    *[
+        Setting(
+            f"async_training.{name}",
+            "trainer.fully_async.weight_sync_interval",
+            f"{_EVERY} x {_BATCHES_EACH}",
+            UNSET,
+            lambda value, theirs: _between_syncs(theirs),
+        )
+        for name in (_EVERY, _BATCHES_EACH)
+    ],
+    *[
+        Setting(f"async_training.{_AHEAD}", f"trainer.fully_async.{ours}", note, UNSET, convert)
+        for ours, note, convert in (
+            ("generate_ahead_steps", "times the steps between weight syncs", lambda value, theirs: _ahead(theirs)),
+            (
+                "max_staleness_steps",
+                "the least that this allows",
+                lambda value, theirs: math.ceil(_ahead(theirs)) + _between_syncs(theirs) - 1,
+            ),
+            ("staleness_policy", "there older groups are trained: accept", lambda value, theirs: "accept"),
+        )
+    ],
     Setting(
         "async_training.partial_rollout",
         "generator.pause_mode",
@@ -526,7 +602,6 @@ _SETTINGS: list[Setting] = [
         UNSET,
         mapped_values({True: "keep", False: "wait"}),
     ),
-    *without("trainer.fully_async.streaming_min_groups counts groups, not batches", "async_training.require_batches"),
     *without(
         "rollout.stages.reward.function takes a function `group -> list of numbers`",
         "custom_reward_function.*",
@@ -561,7 +636,7 @@ _SETTINGS: list[Setting] = [
     *without("trackers take it from the environment: WANDB_PROJECT, ...", "trainer.project_name"),
     *without(
         "a schedule of your own takes them: scheduler=path.to.Schedule",
-        *(f"{_ACTOR}.optim.{name}" for name in ("min_lr_ratio", "num_cycles", "zero_indexed_step", "warmup_style")),
+        *(f"{_ACTOR}.optim.{name}" for name in ("min_lr_ratio", "num_cycles", "zero_indexed_step")),
     ),
     *without(
         "the optimizer is torch's AdamW",
@@ -623,6 +698,7 @@ _SETTINGS: list[Setting] = [
         f"{_ACTOR}.qat.*",
         f"{_ACTOR}.fsdp_config.qat.*",
         f"{_ROLLOUT}.qat",
+        f"{_ROLLOUT}.qat.*",
         f"{_ROLLOUT}.quantization_config_file",
     ),
     *without("groups train in the order of their deadlines", f"{_ACTOR}.shuffle"),
@@ -659,7 +735,9 @@ _SETTINGS: list[Setting] = [
     ),
     *without("generator.chat_template names a file", f"{_MODEL}.custom_chat_template"),
     *without("a new adapter is trained", f"{_MODEL}.lora_adapter_path"),
-    *without("layers that predict several tokens are not trained", f"{_MODEL}.mtp.*", f"{_ROLLOUT}.mtp"),
+    *without(
+        "layers that predict several tokens are not trained", f"{_MODEL}.mtp.*", f"{_ROLLOUT}.mtp", f"{_ROLLOUT}.mtp.*"
+    ),
     *without(
         "the reference is the policy that the run starts from, in rollout.stages.reference",
         "actor_rollout_ref.ref.*",
