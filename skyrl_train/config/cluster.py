@@ -152,14 +152,21 @@ def node_memory(config: RunConfig, needs: ClusterNeeds, memory: MemoryEstimate |
     if memory is None:
         return other + UNKNOWN_BYTES
     trainer, engine = config.trainer, config.generator.inference_engine
-    models = 4 * memory.num_parameters + memory.snapshot_bytes + memory.critic_snapshot_bytes + memory.staging_bytes
+    # Of one node: ranks fill the nodes in their order. The ranks of each copy of the policy (HSDP) have one of its state.
+    ranks, copies = 1, 1
+    if trainer.strategy is TrainingStrategy.fsdp2:
+        ranks = min(trainer.fsdp.num_workers, math.ceil(max(trainer.fsdp.num_workers, needs.ray_gpus) / nodes))
+        copies = math.ceil(ranks / derive.fsdp_shard_size(trainer))
+    models = 4 * memory.num_parameters + memory.critic_snapshot_bytes + memory.staging_bytes
+    models += copies * memory.snapshot_bytes
     if trainer.device == "cpu" or trainer.fsdp.cpu_offload or trainer.placement.colocate_all:
-        models += memory.policy_bytes + memory.gradient_bytes + memory.optimizer_bytes + memory.critic_bytes
-        models += memory.activation_bytes + memory.head_gradient_bytes + memory.critic_activation_bytes
+        models += copies * (memory.policy_bytes + memory.gradient_bytes + memory.optimizer_bytes) + memory.critic_bytes
+    if trainer.device == "cpu":
+        models += ranks * memory.pass_bytes + memory.critic_activation_bytes
     if derive.reference_device(config) == "cpu" or derive.reference_offload(config):
         models += memory.reference_bytes + memory.apart_reference_bytes
     if derive.has_replica(config) and derive.replica_device(config) == "cpu":
-        models += memory.engine_weight_bytes // engine.num_engines
+        models += memory.replica_bytes
     if engine.device == "cpu":
         models += memory.engine_weight_bytes + memory.kv_cache_bytes
     return other + models

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from skyrl_train.config import derive
-from skyrl_train.config.cluster import ENGINES, ClusterNeeds, cluster_needs, node_memory
+from skyrl_train.config.cluster import CRITIC_RANKS, ENGINES, POLICY_RANKS, ClusterNeeds, cluster_needs, node_memory
 from skyrl_train.config.hardware import Cluster
 from skyrl_train.config.memory import (
     CONTEXT_BYTES,
     Machine,
     MemoryEstimate,
     activation_bytes,
+    kv_element_bytes,
     memory_warnings,
+    served_weight_bytes,
 )
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
 from skyrl_train.config.placement import NodeResources, PlacedActor, place_actors
@@ -102,8 +104,8 @@ class StepTimes:
     mfu: float  # of the training alone, by the data sheet's figure
     generation_s: float
     generation_tokens_s: float  # sampled, over all engines
-    sync_s: float  # that training waits for
-    turns_s: float  # engines and trainer change places
+    sync_s: float  # that training waits for, on average
+    turns_s: float  # engines and trainer change places, on average
     step_s: float
     control_share: float  # of a core that the control process needs
     control: str  # the same in words, with a remedy if it is too much
@@ -253,7 +255,8 @@ def machine_plan(plan: Plan, cluster: Cluster, response_tokens: int | None = Non
         # Training rank 0 is on the command's node, the first one.
         far = sum(actor.role == ENGINES and actor.node > 0 for actor in actors or ())
         syncs = {
-            name: _sync_times(config, shape, sync_bytes, cluster, name, far) for name in _reaching_transports(config)
+            name: _sync_times(config, shape, sync_bytes, cluster, name, far, _nodes_of(POLICY_RANKS, actors or ()))
+            for name in _reaching_transports(config)
         }
         chosen = syncs.get(derive.weight_transport(config))
         if chosen is not None and chosen.transfer > config.generator.pause_timeout_s:
@@ -292,15 +295,17 @@ def _training_loads(config: RunConfig, memory: MemoryEstimate, cluster: Cluster)
     staging = memory.staging_bytes if transport is not None and transport.gpu else 0
     state = memory.rank_elsewhere_bytes if trainer.fsdp.cpu_offload and sharded else memory.rank_bytes
     parts = {"weights, gradients, moments": state}
-    activations = memory.activation_bytes + memory.head_gradient_bytes
     if trainer.placement.colocate_all:  # one copy, between two steps, which is freed before the next
         copies = 0 if transport is None else transport.copies
-        parts["activations, or staging"] = max(activations, staging // max(1, copies))
+        parts["activations, or staging"] = max(memory.pass_bytes, staging // max(1, copies))
         parts["contexts"] = ASLEEP_BYTES
     else:
         if staging:
             parts["staging (rank 0)" if sharded else "staging"] = staging
-        parts["activations"], parts["context"] = activations, CONTEXT_BYTES
+        if memory.gathered_bytes:
+            parts["gathered layers"] = memory.gathered_bytes
+        parts["activations"] = memory.activation_bytes + memory.head_gradient_bytes
+        parts["context"] = CONTEXT_BYTES
     loads = [GPULoad("training", trainer.fsdp.num_workers if sharded else 1, parts, available)]
     if memory.critic_bytes and not derive.critic_shares_memory(trainer):
         critic = derive.critic_trainer(trainer)
@@ -346,7 +351,7 @@ def _kv_bytes_per_token(config: RunConfig, shape: ModelShape) -> int:
     engine = config.generator.inference_engine
     heads = -(-shape.num_kv_heads // engine.tensor_parallel_size)
     layers = -(-shape.num_layers // engine.pipeline_parallel_size)
-    return 2 * layers * heads * shape.head_dim * BYTES_PER_ELEMENT[engine.dtype]
+    return 2 * layers * heads * shape.head_dim * kv_element_bytes(engine)
 
 
 def _overfull(
@@ -405,16 +410,23 @@ def _reaching_transports(config: RunConfig) -> list[str]:
 
 
 def _sync_times(
-    config: RunConfig, shape: ModelShape, num_bytes: int, cluster: Cluster, transport: str, far: int
+    config: RunConfig,
+    shape: ModelShape,
+    num_bytes: int,
+    cluster: Cluster,
+    transport: str,
+    far: int,
+    nodes: Sequence[int],
 ) -> SyncTimes:
-    """Estimate a sync of ``num_bytes`` to all engines, ``far`` of them on other nodes."""
+    """Estimate a sync of ``num_bytes`` to all engines, ``far`` of them on other nodes, from ranks on ``nodes``."""
     gpu, trainer, engine = cluster.gpu, config.trainer, config.generator.inference_engine
     bus, memory = COPY_SHARE * gpu.bus_bytes_s, COPY_SHARE * gpu.memory_bytes_s
     tensors = 12 * shape.num_layers + 3 if not trainer.policy.model.lora.rank else 14 * shape.num_layers
     on_device = derive.TRANSPORTS[transport].gpu
-    # FSDP2 gathers each weight on its GPUs; the copy to main memory runs beside that.
+    # FSDP2 gathers each weight on its GPUs in the policy's dtype; the copy to main memory runs beside that.
     ranks = derive.fsdp_shard_size(trainer) if trainer.strategy is TrainingStrategy.fsdp2 else 1
-    collect = num_bytes * (ranks - 1) / ranks / _collective_bytes_s(trainer, cluster)
+    gathered = num_bytes * BYTES_PER_ELEMENT[trainer.policy.dtype] / BYTES_PER_ELEMENT[engine.dtype]
+    collect = gathered * (ranks - 1) / ranks / _collective_bytes_s(trainer, cluster, nodes)
     copy = 2 * num_bytes / memory if on_device else num_bytes / bus
     gather = collect + copy if on_device else max(collect, copy)
     in_place = not trainer.policy.model.lora.rank and "quantization" not in engine.engine_args
@@ -434,16 +446,37 @@ def _sync_times(
     return SyncTimes(gather, transfer, load + PAUSE_S)
 
 
-def _collective_bytes_s(trainer: TrainerConfig, cluster: Cluster) -> float:
-    """Return the bytes that each rank receives per second in a collective of all ranks that share a parameter."""
+def _collective_bytes_s(trainer: TrainerConfig, cluster: Cluster, nodes: Sequence[int] = ()) -> float:
+    """Return the bytes that each rank receives per second in a collective of all ranks that share a parameter.
+
+    Args:
+        nodes: of each rank; empty: the ranks fill the nodes.
+    """
     gpu, ranks = cluster.gpu, derive.fsdp_shard_size(trainer)
-    on_node = min(ranks, cluster.gpus_per_node)
-    if ranks <= on_node:
-        return LINK_SHARE * gpu.link_bytes_s
-    nodes = -(-ranks // on_node)
-    # Each node receives the others' parts once, by all its network cards together, and passes them on by its links.
-    across = gpu.network_bytes_s * on_node * ((ranks - 1) / ranks) / ((nodes - 1) / nodes)
-    return LINK_SHARE * min(gpu.link_bytes_s, across)
+    nodes = nodes or _filled(trainer, cluster)
+    rates = [gpu.link_bytes_s]
+    for first in range(0, len(nodes), ranks):
+        # Each node receives the others' parts once, by the network cards of its ranks, and passes them on by its links.
+        spread = Counter(nodes[first : first + ranks]).values()
+        rates += [gpu.network_bytes_s * here * (ranks - 1) / (ranks - here) for here in spread if here < ranks]
+    return LINK_SHARE * min(rates)  # the slowest node decides
+
+
+def _copies_bytes_s(trainer: TrainerConfig, cluster: Cluster, nodes: Sequence[int]) -> float:
+    """Return the bytes that each rank sends, and receives, per second in a sum over the ranks with the same parameters."""
+    gpu, ranks = cluster.gpu, derive.fsdp_shard_size(trainer)
+    nodes = nodes or _filled(trainer, cluster)
+    apart = any(len(set(nodes[first::ranks])) > 1 for first in range(ranks))
+    return LINK_SHARE * (min(gpu.link_bytes_s, gpu.network_bytes_s) if apart else gpu.link_bytes_s)
+
+
+def _filled(trainer: TrainerConfig, cluster: Cluster) -> list[int]:
+    """Return the node of each rank, if the ranks alone fill the nodes."""
+    return [rank // cluster.gpus_per_node for rank in range(trainer.fsdp.num_workers)]
+
+
+def _nodes_of(role: str, actors: Sequence[PlacedActor]) -> list[int]:
+    return [actor.node for actor in actors if actor.role == role]
 
 
 # ---- speed
@@ -462,16 +495,19 @@ def gemm_share(hidden_size: int) -> float:
     return GEMM_SHARES[-1][1]
 
 
-def training_flops(shape: ModelShape, tokens: float, scored: float, pairs: float) -> float:
+def training_flops(
+    shape: ModelShape, tokens: float, scored: float, pairs: float, *, frozen_weights: bool = False
+) -> float:
     """Return the operations of a forward and a backward pass, without what checkpointing repeats.
 
-    6 per weight and token; 12 per layer, dimension of the heads, and pair of tokens of which one sees the other; 6 per weight of
-    the head and scored token.
+    6 per weight and token, and 4 per weight that has no gradient (under an adapter); 12 per layer, dimension of the heads, and
+    pair of tokens of which one sees the other; 6 or 4 per weight of the head and scored token.
     """
     head = shape.vocab_size * shape.hidden_size
     layers = shape.num_parameters - (1 if shape.tied_embeddings else 2) * head
     attention = 12 * shape.num_layers * shape.num_heads * shape.head_dim * pairs
-    return 6 * layers * tokens + attention + 6 * head * scored
+    per_weight = 4 if frozen_weights else 6
+    return per_weight * layers * tokens + attention + per_weight * head * scored
 
 
 def update_seconds(
@@ -481,11 +517,13 @@ def update_seconds(
     scored: float,
     length: float,
     cluster: Cluster,
+    nodes: Sequence[int] = (),
 ) -> float:
     """Estimate one update by all ranks of ``trainer``.
 
     Args:
         tokens: of the minibatch, of which ``scored`` are trained, in sequences of ``length``.
+        nodes: of each rank; empty: the ranks fill the nodes.
     """
     gpu, fsdp = cluster.gpu, trainer.fsdp
     sharded = trainer.strategy is TrainingStrategy.fsdp2
@@ -495,26 +533,28 @@ def update_seconds(
     peak = gpu.bf16_flops * (1.0 if element == 2 else 0.5 if trainer.tf32 else 1 / 15)
     memory = COPY_SHARE * gpu.memory_bytes_s
     pairs = tokens * length / 2
-    every = training_flops(shape, tokens, scored, pairs)
-    head = 6 * shape.vocab_size * shape.hidden_size * scored
-    layers = every - head
+    operations = training_flops(shape, tokens, scored, pairs, frozen_weights=trainer.policy.model.lora.rank > 0)
     kept = _kept_bytes_per_token(trainer, shape) * tokens
     moved = ACTIVATION_PASSES * kept / memory
-    repeated = 4 / 3 if derive.gradient_checkpointing(trainer, shape.num_parameters) else 1.0
-    lora = 2 / 3 if trainer.policy.model.lora.rank else 1.0  # no gradients of the frozen weights
-    products = (layers * repeated * lora + head) / (peak * gemm_share(shape.hidden_size))
-    compute = (products + moved * repeated) / ranks
+    if derive.gradient_checkpointing(trainer, shape.num_parameters):  # the forward pass of the layers again: a third
+        operations += training_flops(shape, tokens, 0, pairs) / 3
+        moved *= 4 / 3
+    compute = (operations / (peak * gemm_share(shape.hidden_size)) + moved) / ranks
     trained = shape.adapter_parameters(trainer.policy.model.lora) if trainer.policy.model.lora.rank else None
     parameters = shape.num_parameters if trained is None else trained
-    optimizer = parameters / ranks * ADAM_BYTES / memory
+    share = derive.fsdp_shard_size(trainer) if sharded else 1
+    optimizer = parameters / share * ADAM_BYTES / memory
     if not sharded or ranks == 1:
         return compute + optimizer
     micro_batches = max(1.0, math.ceil(tokens * fsdp.sequence_parallel_size / ranks / trainer.micro_batch_tokens))
     gathers = 2 if fsdp.reshard_after_forward else 1
-    share = derive.fsdp_shard_size(trainer)
     travelled = (gathers * element * shape.num_parameters + 4 * parameters) * (share - 1) / share * micro_batches
+    exchanged = travelled / _collective_bytes_s(trainer, cluster, nodes)
+    if (copies := ranks / share) > 1:  # each rank adds its part of the gradients up with those of the other copies
+        added = 2 * 4 * parameters / share * (copies - 1) / copies * micro_batches
+        exchanged += added / _copies_bytes_s(trainer, cluster, nodes)
     # Layers are gathered while the one before computes.
-    return max(compute, travelled / _collective_bytes_s(trainer, cluster)) + optimizer
+    return max(compute, exchanged) + optimizer
 
 
 def _kept_bytes_per_token(trainer: TrainerConfig, shape: ModelShape) -> int:
@@ -530,8 +570,7 @@ def decode_tokens_s(config: RunConfig, shape: ModelShape, requests: float, conte
     """Estimate the tokens that one engine samples per second, for so many requests at once of ``context`` tokens each."""
     engine, gpu = config.generator.inference_engine, cluster.gpu
     gpus = max(1, derive.engine_num_gpus(engine))
-    element = BYTES_PER_ELEMENT[engine.dtype]
-    read = shape.num_parameters * element / gpus + requests * context * _kv_bytes_per_token(config, shape)
+    read = served_weight_bytes(engine, shape) / gpus + requests * context * _kv_bytes_per_token(config, shape)
     reading = read / (DECODE_COPY_SHARE * gpu.memory_bytes_s)
     products = 2 * shape.num_parameters * requests / gpus / (gpu.bf16_flops * gemm_share(shape.hidden_size))
     step = DECODE_STEP_S + requests * DECODE_REQUEST_S + max(reading, products)
@@ -545,7 +584,7 @@ def _step_times(
     memory: MemoryEstimate,
     shape: ModelShape,
     cluster: Cluster,
-    actors: tuple[PlacedActor, ...] | list[PlacedActor],
+    actors: Sequence[PlacedActor],
     loads: tuple[GPULoad, ...],
     sync: SyncTimes | None,
     response_tokens: int | None,
@@ -562,19 +601,27 @@ def _step_times(
     length = prompt + response
     # Training
     tokens, scored = float(samples * length), float(samples * response)
-    training = update_seconds(trainer, shape, tokens, scored, length, cluster)
+    nodes = _nodes_of(POLICY_RANKS, actors)
+    training = update_seconds(trainer, shape, tokens, scored, length, cluster, nodes)
     ranks = trainer.fsdp.num_workers if trainer.strategy is TrainingStrategy.fsdp2 else 1
-    flops = training_flops(shape, tokens, scored, tokens * length / 2)
-    if trainer.policy.model.lora.rank:  # the frozen weights have no gradients
-        flops *= 2 / 3
+    adapter = trainer.policy.model.lora.rank > 0
+    flops = training_flops(shape, tokens, scored, tokens * length / 2, frozen_weights=adapter)
     mfu = flops / (training * ranks * cluster.gpu.bf16_flops)
     rate = tokens / training
     if derive.reference_is_colocated(config):
-        training += update_seconds(trainer, shape, tokens, scored, length, cluster) / 3
+        training += update_seconds(trainer, shape, tokens, scored, length, cluster, nodes) / 3
     if memory.critic_bytes:
         critic = derive.critic_trainer(trainer)
-        one = replace(shape, vocab_size=1)
-        of_critic = update_seconds(critic, one, tokens, scored, length, cluster)
+        one = replace(model_shape(derive.critic_model(trainer)) or shape, vocab_size=1)
+        of_critic = update_seconds(
+            critic,
+            one,
+            tokens,
+            scored,
+            length,
+            cluster,
+            nodes if derive.critic_is_colocated(trainer) else _nodes_of(CRITIC_RANKS, actors),
+        )
         training = training + of_critic if derive.critic_shares_memory(trainer) else max(training, of_critic)
     # Generation
     in_flight = plan.num_workers if plan.mode is not TrainerMode.sync else plan.train_batch_size
@@ -586,12 +633,13 @@ def _step_times(
     # A group's prompt is computed once.
     prefill = plan.policy_mini_batch_size * prompt * 2 * shape.num_parameters / gpus
     generation = samples * response / sampled + prefill / (PREFILL_SHARE * cluster.gpu.bf16_flops)
-    # Together
-    waits = 0.0 if sync is None else sync.gather if plan.overlap_weight_sync else sync.total
+    # Together. Weights are synced, and turns taken, every k steps.
+    k = plan.weight_sync_interval
+    waits = 0.0 if sync is None else (sync.gather if plan.overlap_weight_sync else sync.total) / k
     turns = 0.0
     if trainer.placement.colocate_all:
         state = memory.rank_bytes - -(-memory.gradient_bytes // memory.num_ranks)
-        turns = SLEEP_S + WAKE_S + 2 * state / (COPY_SHARE * cluster.gpu.bus_bytes_s)
+        turns = (SLEEP_S + WAKE_S + 2 * state / (COPY_SHARE * cluster.gpu.bus_bytes_s)) / k
     alternating = plan.mode in (TrainerMode.sync, TrainerMode.partial_rollout) or trainer.placement.colocate_all
     shared = _share_gpus(config)
     if alternating or shared:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from skyrl_train.config import derive
 from skyrl_train.config.model_shape import BYTES_PER_ELEMENT, ModelShape, model_shape
-from skyrl_train.config.schema import RunConfig, TrainerConfig, TrainingStrategy
+from skyrl_train.config.schema import InferenceEngineConfig, RunConfig, TrainerConfig, TrainingStrategy
 
 _FLOAT32_BYTES = 4
 # Of the CUDA context of the training process, which no allocator counts: 0.52 GiB on an H100 with CUDA 13.
@@ -26,6 +26,14 @@ _GIB, _MIB = 2**30, 2**20
 _NVIDIA_SMI_LIMIT_S = 20.0
 _REFERENCE = "rollout.stages.reference"
 _ENGINE_SHARE = "generator.inference_engine.engine_args.gpu_memory_utilization"
+
+# Bytes of a weight in a linear layer with its scales, by vLLM's names of the quantizations that it computes itself. The others
+# need a checkpoint that is quantized already.
+_QUANTIZED_BYTES = {
+    **dict.fromkeys(("fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only"), 1.0),
+    "mxfp8": 1 + 1 / 32,
+    "nvfp4_per_token": 1 / 2 + 1 / 16,
+}
 
 _STATE = "weights, gradients and moments"
 _STATE_AND_SNAPSHOTS = "weights, gradients, moments and snapshots"
@@ -55,6 +63,8 @@ class MemoryEstimate:
     num_ranks: int = 1  # that share the weights, gradients and moments of a copy
     activation_bytes: int = 0  # of each rank, at most
     head_gradient_bytes: int = 0  # of each rank, beside the most activations: the head's gradient before it is added
+    gathered_bytes: int = 0  # of each rank: layers that stay gathered between a forward and a backward pass
+    replica_bytes: int = 0  # of a replica of the policy
     critic_activation_bytes: int = 0  # of each rank of a critic that computes in another memory
     reference_bytes: int = 0  # of a reference policy in the policy's ranks
     apart_reference_bytes: int = 0  # of each copy of a reference policy anywhere else
@@ -75,7 +85,12 @@ class MemoryEstimate:
     @property
     def rank_peak_bytes(self) -> int:
         """The most that each rank's tensors take in the memory of the policy's state, if it computes there."""
-        return self.rank_bytes + self.activation_bytes + self.head_gradient_bytes
+        return self.rank_bytes + self.pass_bytes
+
+    @property
+    def pass_bytes(self) -> int:
+        """The most that a forward and a backward pass need on each rank, beside its state."""
+        return self.activation_bytes + self.head_gradient_bytes + self.gathered_bytes
 
     @property
     def rank_elsewhere_bytes(self) -> int:
@@ -93,6 +108,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         return None
     kv_elements_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # keys and values
     parameters, served = shape.num_parameters, BYTES_PER_ELEMENT[engine.dtype]
+    adapter = trained * served if lora.rank else 0
     frozen = parameters if lora.rank else 0
     sharded = trainer.strategy is TrainingStrategy.fsdp2
     weight = _trained_weight_bytes(trainer.policy.dtype, sharded)
@@ -122,8 +138,12 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         gradient_bytes=trained * _FLOAT32_BYTES,
         optimizer_bytes=trained * 2 * _FLOAT32_BYTES,
         staging_bytes=copies * trained * served,
-        engine_weight_bytes=engine.num_engines * (frozen + trained) * served,
-        kv_cache_bytes=engine.num_engines * engine.max_num_seqs * max_model_len * kv_elements_per_token * served,
+        engine_weight_bytes=engine.num_engines * (served_weight_bytes(engine, shape) + adapter),
+        kv_cache_bytes=engine.num_engines
+        * engine.max_num_seqs
+        * max_model_len
+        * kv_elements_per_token
+        * kv_element_bytes(engine),
         critic_bytes=critic_parameters * critic_weight,
         snapshot_bytes=trained * (weight + 2 * _FLOAT32_BYTES),
         critic_snapshot_bytes=critic_parameters * (critic_weight - _FLOAT32_BYTES),
@@ -131,6 +151,12 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         activation_bytes=activations,
         critic_activation_bytes=critic_activations,
         head_gradient_bytes=0 if lora.rank else _head_gradient_bytes(trainer, shape),
+        gathered_bytes=(
+            shape.linear_parameters * BYTES_PER_ELEMENT[trainer.policy.dtype]
+            if sharded and not trainer.fsdp.reshard_after_forward
+            else 0
+        ),
+        replica_bytes=parameters * served + adapter,
         reference_bytes=reference,
         apart_reference_bytes=apart_reference,
         beside_bytes=beside,
@@ -138,6 +164,20 @@ def estimate_memory(config: RunConfig, shape: ModelShape | None, max_model_len: 
         critic_ranks=derive.fsdp_shard_size(derive.critic_trainer(trainer)) if sharded else 1,
         checkpointed=frozenset(checkpointed),
     )
+
+
+def served_weight_bytes(engine: InferenceEngineConfig, shape: ModelShape) -> int:
+    """Return the bytes of a model in an engine. Quantized are the linear layers, without the head."""
+    element = BYTES_PER_ELEMENT[engine.dtype]
+    quantization = engine.engine_args.get("quantization") if engine.backend == "vllm" else None
+    linear = shape.linear_parameters
+    return round(_QUANTIZED_BYTES.get(str(quantization), element) * linear) + element * (shape.num_parameters - linear)
+
+
+def kv_element_bytes(engine: InferenceEngineConfig) -> int:
+    """Return the bytes of each number in an engine's KV cache."""
+    cache = str(engine.engine_args.get("kv_cache_dtype", "auto")) if engine.backend == "vllm" else "auto"
+    return 1 if cache.startswith("fp8") else BYTES_PER_ELEMENT[engine.dtype]
 
 
 def _trained_weight_bytes(dtype: str, sharded: bool) -> int:
@@ -326,7 +366,7 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
     trainer = config.trainer
     # (model, device, state bytes, activation bytes) of each model in this process or in a process next to it
     # Several models may compute on the same device, so their bytes are added by device below.
-    device, training = derive.full_device_name(trainer.device), memory.activation_bytes + memory.head_gradient_bytes
+    device, training = derive.full_device_name(trainer.device), memory.pass_bytes
     transport = derive.TRANSPORTS.get(derive.weight_transport(config))
     staging = memory.staging_bytes if transport is not None and transport.gpu else 0  # else in main memory
     held = [("policy", device, memory.rank_bytes + staging, training)]
@@ -338,8 +378,7 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
         held.append(("reference policy", device, _local_reference_bytes(config, memory), 0))
     if derive.has_replica(config) and config.rollout.stages.proximal.executor != "ray":
         device = derive.full_device_name(derive.replica_device(config))
-        of_engine = memory.engine_weight_bytes // config.generator.inference_engine.num_engines
-        held.append(("replica of the policy", device, of_engine, 0))
+        held.append(("replica of the policy", device, memory.replica_bytes, 0))
     requirements = []
     # Each device once, and the main memory always: it holds the snapshots.
     for device in dict.fromkeys([*(device for _, device, _, _ in held), "cpu"]):
@@ -409,7 +448,7 @@ def _engine_bytes(config: RunConfig, memory: MemoryEstimate, device: str, gpu_by
 
 
 def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:
-    """strategy=fsdp2: each rank; on GPUs also the main memory that all ranks of this machine share."""
+    """strategy=fsdp2: the rank that holds the most; on GPUs also the main memory that all ranks of this machine share."""
     trainer, fsdp = config.trainer, config.trainer.fsdp
     on_gpu, colocated = trainer.device != "cpu", derive.critic_is_colocated(trainer)
     remedy = f"Use more than trainer.fsdp.num_workers={fsdp.num_workers}"
@@ -421,11 +460,18 @@ def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -
             remedy += ", trainer.critic.fsdp.cpu_offload=true"
     if colocated:
         remedy += ", or trainer.critic.placement=workers"
+    # With colocate_all, the weights on their way to the engines are there between two steps.
+    name = derive.weight_transport(config)
+    on_way = name in derive.TRANSPORTS and derive.TRANSPORTS[name].gpu and not trainer.placement.colocate_all
+    staging = memory.staging_bytes if on_way else 0
+    if staging:
+        remedy += ", or another generator.weight_transport, such as gloo"
     rank = MemoryRequirement(
-        f"Each of {fsdp.num_workers} ranks",
-        _STATE if on_gpu else _STATE_AND_SNAPSHOTS,
-        memory.rank_bytes + (0 if on_gpu else _snapshot_bytes(trainer, memory)),
-        memory.activation_bytes + memory.head_gradient_bytes,
+        f"{'Rank 0' if staging else 'Each'} of {fsdp.num_workers} ranks",
+        (_STATE if on_gpu else _STATE_AND_SNAPSHOTS)
+        + (f", and the weights on their way by {name}," if staging else ""),
+        memory.rank_bytes + staging + (0 if on_gpu else _snapshot_bytes(trainer, memory)),
+        memory.pass_bytes,
         min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
         f"{remedy}.",
         ("policy", "critic") if colocated else ("policy",),
@@ -451,7 +497,9 @@ def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -
     remedy = "Use more nodes."
     if memory.rank_elsewhere_bytes:
         remedy = "Set cpu_offload=true in rollout.stages.reference and trainer.critic.fsdp too."
-    return [main_memory, replace(rank, state_bytes=memory.rank_elsewhere_bytes, remedy=remedy)]
+    elif staging:
+        remedy = "Set another generator.weight_transport, such as gloo."
+    return [main_memory, replace(rank, state_bytes=memory.rank_elsewhere_bytes + staging, remedy=remedy)]
 
 
 def _snapshot_bytes(trainer: TrainerConfig, memory: MemoryEstimate) -> int:

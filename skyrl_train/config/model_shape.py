@@ -13,6 +13,9 @@ from skyrl_train.config.schema import LoraConfig, ModelConfig
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2}
 NUM_SPECIAL_TOKENS = 3  # <pad>, <eos>, <unk> of the character tokenizer
+# Types of models whose config.json leaves out tie_word_embeddings if the head shares the weights of the embeddings
+_TIED_BY_DEFAULT = {"gemma", "gemma2", "gemma3_text", "cohere", "cohere2", "smollm3", "ernie4_5"}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers with the same weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +33,18 @@ class ModelShape:
     tied_embeddings: bool
 
     @property
+    def linear_parameters(self) -> int:
+        """Weights of the linear layers of attention and feed-forward, without the head."""
+        h = self.hidden_size
+        attention = 2 * h * self.head_dim * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * h * self.intermediate_size)
+
+    @property
     def num_parameters(self) -> int:
         """Weights of embeddings, attention, feed-forward layers and norms, without biases."""
         h = self.hidden_size
-        attention = 2 * h * self.head_dim * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * h * self.intermediate_size + 2 * h
         embeddings = self.vocab_size * h * (1 if self.tied_embeddings else 2)
-        return embeddings + self.num_layers * layer + h
+        return embeddings + self.linear_parameters + self.num_layers * 2 * h + h
 
     def adapter_parameters(self, lora: LoraConfig) -> int | None:
         """Return the elements of A and B in all adapted linear layers; None if the names do not tell which layers those are."""
@@ -101,8 +109,9 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
         config: dict[str, Any] = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return _published_shape(model.path)
-    # A mixture of experts has other sizes; no estimate is better than a wrong one.
-    if any("expert" in key for key in config):
+    # Experts, latent attention and recurrent layers have other sizes; no estimate is better than a wrong one.
+    layers = config.get("layer_types") or ()
+    if any("expert" in key for key in config) or config.get("kv_lora_rank") or not _ATTENTION.issuperset(layers):
         return None
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -115,7 +124,7 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
             intermediate_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
             max_position_embeddings=num_positions(SimpleNamespace(**config)),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT)),
         )
     except (KeyError, TypeError):
         return None

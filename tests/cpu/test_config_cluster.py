@@ -87,3 +87,25 @@ def test_memory_counts_what_is_in_main_memory() -> None:
     gained = estimate(large, *on_gpu) - estimate(small, *on_gpu)
     assert (4 + 12) * parameters * 0.99 < gained < (4 + 12 + 2 * 4 + 1) * parameters
     assert node_memory(compose("quickstart"), ClusterNeeds(0, 1, ()), None, 1) == (64 + 8 + 2 * 2) * 2**30
+
+
+def test_each_copy_of_the_policy_on_a_node_has_its_snapshot() -> None:
+    def estimate(shard_size: int, nodes: int) -> int:
+        config = compose(
+            "quickstart",
+            [
+                "trainer.policy.model.build={hidden_size: 4096, num_layers: 8}",
+                "trainer.strategy=fsdp2",
+                "trainer.device=cuda",
+                "trainer.fsdp.num_workers=8",
+                f"trainer.fsdp.shard_size={shard_size}",
+            ],
+        )
+        return node_memory(config, cluster_needs(config), resolve(config, 100).memory, nodes)
+
+    memory = resolve(
+        compose("quickstart", ["trainer.policy.model.build={hidden_size: 4096, num_layers: 8}"]), 100
+    ).memory
+    assert memory is not None
+    assert estimate(2, 1) - estimate(8, 1) == 3 * memory.snapshot_bytes
+    assert estimate(2, 2) - estimate(8, 2) == memory.snapshot_bytes  # four ranks, two copies

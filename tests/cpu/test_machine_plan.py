@@ -214,6 +214,70 @@ def test_a_weight_sync_through_main_memory() -> None:
     assert sync.paused == pytest.approx(15.23e9 / 55e9 + 339 * 0.0945e-3 + 0.015, rel=0.01)
 
 
+def test_the_slowest_node_decides_how_fast_ranks_exchange() -> None:
+    """12 ranks on 8 + 4: the second node receives 8/12 by 4 network cards of 50 GB/s, so each of its ranks gets its 11/12 at
+    50 x 4 x 11 / 8 = 275 GB/s. 8 ranks on 7 + 1, beside an engine that is not in Ray: 7/8 by one card."""
+    for ranks, others, rate in (
+        (12, [], 0.8 * 275e9),
+        (16, [], 0.8 * 450e9),
+        (8, ["generator.inference_engine.executor=process", "generator.inference_engine.devices=[0]"], 0.8 * 50e9),
+    ):
+        sync = plan_on("3x8xH100", *split("7B", ranks, 1), *others).syncs["nccl"]
+        assert sync.gather == pytest.approx(15.23e9 * (ranks - 1) / ranks / rate + 2 * 15.23e9 / 2.881e12, rel=0.01)
+
+
+def test_copies_of_the_policy_add_up_their_gradients_over_the_network() -> None:
+    """8B on 2 x 8 ranks without compute: two gathers of 2 bytes and a sum of 4 within a node, and half of an eighth of the
+    gradients to the other node and back, by one card each; then AdamW over an eighth."""
+    shape, share = qwen3("8B"), 0.8
+    trainer = compose(GSM8K, [*split("7B", 16, 1), "trainer.fsdp.shard_size=8"]).trainer
+    within = 8 * shape.num_parameters * 7 / 8 / (share * 450e9)
+    across = 2 * 4 * shape.num_parameters / 8 / 2 / (share * 50e9)
+    optimizer = shape.num_parameters / 8 * 36 / (0.86 * 3.35e12)
+    for nodes, seconds in (([0] * 8 + [1] * 8, within + across), ([0] * 16, within + across / 9)):
+        update = update_seconds(trainer, shape, 1, 1, 1, Cluster(2, 8, "H100"), nodes)
+        assert update == pytest.approx(seconds + optimizer, rel=1e-6)
+
+
+def test_rank_0_holds_the_weights_on_their_way_to_the_engines() -> None:
+    """32B on 8 ranks: 65.5 GB of state, and with NCCL two copies of 65.5 GB on the first one's GPU of 150 GB."""
+    overrides = ["generator.inference_engine.engine_args.gpu_memory_utilization=0.3", "generator.pause_timeout_s=300"]
+    by_gloo, by_nccl = (
+        plan_on("2x8xH200", *split("32B", 8, 2, 4), *overrides, f"generator.weight_transport={transport}").problems
+        for transport in ("gloo", "nccl")
+    )
+    assert by_gloo == ()
+    (problem,) = by_nccl
+    assert problem.startswith("Rank 0 of 8 ranks: ") and "another generator.weight_transport" in problem
+
+
+def test_layers_that_stay_gathered_count() -> None:
+    """7B: 6.53 billion weights in linear layers, in bfloat16, on every rank."""
+    kept = plan_on("8xH100", *split("7B", 4, 4), "trainer.fsdp.reshard_after_forward=false").loads[0]
+    freed = plan_on("8xH100", *split("7B", 4, 4)).loads[0]
+    assert kept.total - freed.total == kept.parts["gathered layers"] == pytest.approx(2 * 6.5253e9, rel=1e-3)
+
+
+def test_quantized_engines_hold_less() -> None:
+    """7B: 6.53 billion weights in linear layers at a byte each, and 1.09 billion of two bytes; a KV cache of half the size."""
+    engine = "generator.inference_engine"
+    quantized = [f"{engine}.engine_args.quantization=fp8", f"{engine}.engine_args.kv_cache_dtype=fp8"]
+    full, small = plan_on("8xH100", *split("7B", 4, 4)), plan_on("8xH100", *split("7B", 4, 4), *quantized)
+    assert small.loads[1].parts["weights"] == pytest.approx(6.5253e9 + 2 * 1.0902e9, rel=1e-3)
+    assert small.loads[1].total == full.loads[1].total  # the rest of its share is KV cache
+    assert small.sync_bytes == full.sync_bytes
+    shape = model_shape(ModelConfig(path="Qwen/Qwen2.5-7B"))
+    assert shape is not None
+    few, many = (
+        decode_tokens_s(compose(GSM8K, split("7B", 4, 4, 1, *each)), shape, 64, 1000, Cluster(1, 8, "H100"))
+        for each in ([], quantized)
+    )
+    assert 1.3 * few < many < 2 * few
+    # A quantized checkpoint has other sizes, which its name does not tell.
+    packed = plan_on("8xH100", *split("7B", 4, 4, 1, f"{engine}.engine_args.quantization=awq"))
+    assert packed.loads[1] == full.loads[1]
+
+
 def test_a_slow_transport_to_other_nodes_is_a_problem() -> None:
     """8 workers elsewhere: ceil(log2(9)) = 4 copies of 15.23 GB at 1.5 GB/s leave the trainer."""
     there = plan_on("2x8xH100", *split("7B", 8, 8), "generator.pause_timeout_s=30")
@@ -246,6 +310,49 @@ def test_float32_is_slower_and_tf32_makes_up_for_a_part() -> None:
         assert step is not None
         rates.append(step.training_tokens_s)
     assert rates[0] > 1.5 * rates[1] and rates[1] > 1.5 * rates[2]
+
+
+def test_weights_are_synced_and_turns_taken_every_k_steps() -> None:
+    asynchronous = split("7B", 4, 4, 1, "trainer.fully_async.max_staleness_steps=8")
+    turns = ["trainer.mode=sync", "trainer.placement.colocate_all=true", UTILIZATION]
+    for base, setting, size in ((asynchronous, "fully_async.weight_sync_interval", 1), (turns, "train_batch_size", 64)):
+        each, rarely = (plan_on("8xH100", *base, f"trainer.{setting}={k * size}").step for k in (1, 4))
+        assert each is not None and rarely is not None
+        assert rarely.sync_s == pytest.approx(each.sync_s / 4)
+        assert rarely.turns_s == pytest.approx(each.turns_s / 4)
+        assert each.step_s - rarely.step_s == pytest.approx(0.75 * (each.sync_s + each.turns_s), rel=0.05)
+
+
+def test_weights_under_an_adapter_have_no_gradients() -> None:
+    """4 operations instead of 6 for each weight and token, and 2 more with checkpointing; attention has all of its own."""
+    shape = ModelShape(10, 64, 4, 4, 16, 256, 1000, 512, True)
+    weights, pairs = 10 * (4 * 64 * 64 + 3 * 64 * 256 + 128) + 64, 5000.0
+    attention = 12 * 10 * 64 * pairs
+    assert training_flops(shape, 100, 40, pairs) == 6 * weights * 100 + attention + 6 * 64_000 * 40
+    adapted = training_flops(shape, 100, 40, pairs, frozen_weights=True)
+    assert adapted == 4 * weights * 100 + attention + 4 * 64_000 * 40
+    large = qwen3("8B")
+    layers = large.num_parameters - 2 * large.vocab_size * large.hidden_size
+    for checkpointed in ("true", "false"):  # repeated or not, it is the gradients of the weights that are missing
+        full, adapter = (
+            update_seconds(
+                compose(GSM8K, [f"trainer.policy.gradient_checkpointing={checkpointed}", *each]).trainer,
+                large, 1e9, 0, 1, Cluster(1, 1, "H100"),
+            )
+            for each in ([], ["trainer.policy.model.lora.rank=16"])
+        )  # fmt: skip
+        assert full - adapter == pytest.approx(2 * layers * 1e9 / (989e12 * gemm_share(4096)), rel=1e-3)
+
+
+def test_a_critic_takes_the_time_of_its_own_model() -> None:
+    critic = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.placement=colocated"]
+    gae = [*split("7B", 4, 4), *critic, "trainer.critic.dtype=bfloat16"]
+    alone = plan_on("8xH100", *split("7B", 4, 4)).step
+    same, small = (
+        plan_on("8xH100", *gae, *path).step for path in ([], ["trainer.critic.model.path=Qwen/Qwen2.5-0.5B"])
+    )
+    assert alone is not None and same is not None and small is not None
+    assert same.training_s > 1.8 * alone.training_s and small.training_s < 1.5 * alone.training_s
 
 
 def test_the_slower_half_is_the_bottleneck() -> None:
