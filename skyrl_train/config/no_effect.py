@@ -87,7 +87,15 @@ def _schedule(config: RunConfig) -> Warnings:
 
 
 def _loss(config: RunConfig) -> Warnings:
-    algorithm, executor = config.trainer.algorithm, config.rollout.stages.proximal.executor
+    algorithm, proximal = config.trainer.algorithm, config.rollout.stages.proximal
+    executor = proximal.executor
+    readers = {"device": ("process", "thread", "ray"), "ray_num_cpus": ("ray",), "ray_num_gpus": ("ray",)}
+    for name in changed(proximal):
+        if name in readers and executor not in readers[name]:
+            yield (
+                f"rollout.stages.proximal.{name} with executor={executor}, so nothing uses it. Set rollout.stages.proximal."
+                f"executor={' or '.join(readers[name])}, or leave it out."
+            )
     if executor != "trainer" and algorithm.proximal_policy is not ProximalPolicy.arrival:
         yield (
             f"rollout.stages.proximal.executor={executor} with {ALGORITHM}.proximal_policy={algorithm.proximal_policy}: only the "
@@ -100,6 +108,17 @@ def _loss(config: RunConfig) -> Warnings:
             f"{ALGORITHM}.policy_loss_type=kl_cov with one pass around the policy of the step: its penalty has no gradient "
             "there, so it does nothing. Set trainer.update_epochs_per_batch=2, or proximal_policy=arrival."
         )
+    # The sections of clip_cov and kl_cov choose tokens by their covariance, and not by the ratio.
+    bounds = [
+        f"{ALGORITHM}.{name}"
+        for name in changed(algorithm)
+        if algorithm.policy_loss_type in _READ_BY_LOSSES.get(name, ()) and name not in ("clip_cov", "kl_cov")
+    ]
+    if bounds and one_pass:
+        yield (
+            f"{', '.join(bounds)} with one pass around the policy of the step: the ratio is 1 there, so no bound is reached. Set "
+            "trainer.update_epochs_per_batch=2 or proximal_policy=arrival, or leave it out."
+        )
     if algorithm.max_seq_len is not None and algorithm.loss_reduction in ("token_mean", "sequence_mean", "prompt_mean"):
         yield (
             f"{ALGORITHM}.max_seq_len={algorithm.max_seq_len} with loss_reduction={algorithm.loss_reduction}, which divides by "
@@ -110,6 +129,14 @@ def _loss(config: RunConfig) -> Warnings:
         yield (
             f"{ALGORITHM}.overlong.max_response_len={overlong.max_response_len} without a penalty, which alone uses it. Set "
             f"{ALGORITHM}.overlong.buffer_len, the last tokens over which the penalty grows, or leave max_response_len out."
+        )
+    # Agents and generators of the user have other limits on the tokens of a response.
+    longest = config.generator.sampling_params.max_tokens * config.generator.max_turns
+    begins = (overlong.max_response_len or 0) - overlong.buffer_len
+    if overlong.buffer_len > 0 and config.generator.name == "gym" and begins >= longest:
+        yield (
+            f"{ALGORITHM}.overlong: the penalty begins behind {begins} tokens, and a response of this run has at most {longest}. "
+            f"Set {ALGORITHM}.overlong.max_response_len={longest}, and a buffer_len below it."
         )
     if overlong.buffer_len > 0 and overlong.penalty_factor == 0:
         yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.config import derive
@@ -123,6 +123,20 @@ def resolve(
     )
 
 
+def unreached_rates(plan: Plan) -> Iterator[str]:
+    """Return a sentence for each warm-up that is longer than the run, as in a short trial of a recipe."""
+    trainer, steps = plan.config.trainer, plan.total_steps
+    optimizers = {"policy": trainer.policy.optimizer_config}
+    if derive.needs_critic(trainer.algorithm):
+        optimizers["critic"] = trainer.critic.optimizer_config
+    for model, optimizer in optimizers.items():
+        if optimizer.num_warmup_steps > steps:
+            yield (
+                f"trainer.{model}.optimizer_config.num_warmup_steps={optimizer.num_warmup_steps}, and the run has {steps} steps: "
+                f"the learning rate never reaches {optimizer.lr:g}. Set num_warmup_steps below {steps}, or train for longer."
+            )
+
+
 # ---- the rows of the description
 
 
@@ -141,6 +155,9 @@ def _run_rows(plan: Plan) -> Rows:
     ]
     engine = plan.config.generator.inference_engine
     slow = ["trainer.policy.dtype"] * (trainer.device != "cpu" and policy.dtype == "float32" and not trainer.tf32)
+    critic = derive.critic_trainer(trainer)
+    if derive.needs_critic(trainer.algorithm) and critic.device != "cpu" and not trainer.tf32:
+        slow += ["trainer.critic.dtype"] * (critic.policy.dtype == "float32")
     slow += ["generator.inference_engine.dtype"] * (engine.device != "cpu" and engine.dtype == "float32")
     if slow:
         said = (

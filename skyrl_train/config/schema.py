@@ -417,7 +417,7 @@ class TrainerConfig:
     runs_dir: str = "runs"  # the folder of run folders
     run_dir: str | None = None  # None: runs_dir/run_name-N, resumed if it is unfinished and its settings allow it
     seed: int = 0  # of everything random in the run, except generated prompts
-    epochs: Count = 1  # passes over the data; max_steps may end a run earlier
+    epochs: Count = 1  # passes over the data; with max_steps, only those over a stream count
     max_steps: Count | None = None  # optimizer steps; None: as many full minibatches as the epochs hold
     policy_mini_batch_size: Count = 16  # B: groups per optimizer step
     train_batch_size: Count | None = None  # sync: groups per generation phase, a multiple of B; None: B

@@ -50,7 +50,7 @@ RULES = "off_policy_correction.rejections"
     ],
 )
 def test_settings_that_cannot_work_are_errors(settings: list[str], remedy: str) -> None:
-    keys = [s if s.startswith(("trainer.", "generator.")) else f"trainer.algorithm.{s}" for s in settings]
+    keys = [s if s.startswith(("trainer.", "generator.", "rollout.")) else f"trainer.algorithm.{s}" for s in settings]
     with pytest.raises(ConfigError, match=remedy):
         raise_errors(validate(compose("quickstart", keys)).errors)
 
@@ -59,9 +59,21 @@ def test_settings_that_cannot_work_are_errors(settings: list[str], remedy: str) 
     ("settings", "remedy"),
     [
         (["policy_loss_type=kl_cov"], "update_epochs_per_batch=2"),
+        (["eps_clip_high=0.28"], "eps_clip_high with one pass .*update_epochs_per_batch=2 or proximal_policy=arrival"),
+        (
+            ["policy_loss_type=dual_clip", "clip_ratio_c=5", "eps_clip_low=0.1"],
+            "eps_clip_low, .*clip_ratio_c with one pass",
+        ),
+        (["policy_loss_type=cispo", "cispo.cispo_eps_clip_high=3"], "cispo with one pass"),
+        (["policy_loss_type=sapo", "sapo.tau_neg=2"], "sapo with one pass"),
         (["gamma=0.9"], "advantage_estimator=reinforce"),
         (["overlong.max_response_len=8"], "overlong.buffer_len"),
         (["overlong.buffer_len=8", "overlong.max_response_len=9", "overlong.penalty_factor=0"], "above 0"),
+        (
+            ["overlong.buffer_len=100", "overlong.max_response_len=500"],
+            "begins behind 400 tokens.*max_response_len=\\d+",
+        ),
+        (["rollout.stages.proximal.device=cuda:1"], "proximal.device with executor=trainer.*process or thread or ray"),
         (["max_seq_len=8"], "max_seq_len=null"),
         (["advantage_estimator=rloo", "grpo_norm_by_std=false"], "advantage_estimator=grpo"),
         (["advantage_estimator=gae", "grpo_norm_by_std=false"], "advantage_estimator=grpo"),
@@ -84,7 +96,7 @@ def test_settings_that_cannot_work_are_errors(settings: list[str], remedy: str) 
     ],
 )
 def test_a_setting_without_effect_is_a_warning(settings: list[str], remedy: str) -> None:
-    keys = [s if s.startswith(("trainer.", "generator.")) else f"trainer.algorithm.{s}" for s in settings]
+    keys = [s if s.startswith(("trainer.", "generator.", "rollout.")) else f"trainer.algorithm.{s}" for s in settings]
     found = validate(compose("quickstart", keys))
     assert found.errors == [] and any(re.search(remedy, warning) for warning in found.warnings), found
 
@@ -92,7 +104,9 @@ def test_a_setting_without_effect_is_a_warning(settings: list[str], remedy: str)
 @pytest.mark.parametrize(
     "settings",
     [
-        ["policy_loss_type=clip_cov", "eps_clip_low=0.1", "clip_cov.clip_ratio=0.1"],
+        ["policy_loss_type=clip_cov", "clip_cov.clip_ratio=0.1"],
+        ["policy_loss_type=clip_cov", "eps_clip_low=0.1", "proximal_policy=interpolated"],
+        ["eps_clip_high=0.28", "proximal_policy=interpolated"],
         ["policy_loss_type=own.py:loss", "clip_ratio_c=5", "sapo.tau_neg=2", "kl_estimator_type=k2"],
         ["off_policy_correction.tis_ratio_type=geometric", "off_policy_correction.sequence_tis_ratio_clip_high=2"],
         ["off_policy_correction.tis_ratio_type=own.py:weights", "off_policy_correction.icepop_ratio_low=0.1"],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from composition import settings
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_train.algorithms.losses import POLICY_LOSSES
@@ -17,9 +19,10 @@ from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
 from skyrl_train.config.keys import _limits, _types
 from skyrl_train.config.model_shape import model_shape
-from skyrl_train.config.plan import Plan, resolve
+from skyrl_train.config.plan import Plan, resolve, unreached_rates
 from skyrl_train.config.schema import FullyAsyncConfig, ModelConfig, OneOf, RunConfig, TrainerMode
 from skyrl_train.config.validate import Validation, raise_errors, validate
+from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.folder import DTYPES
 from skyrl_train.rollout.staleness.manager import StalenessManager
@@ -41,6 +44,7 @@ BOUND, DEPTH, WORKERS, EVERY, OVERLAP, STREAMING, STRAGGLERS = (
 MINIBATCH = "trainer.policy_mini_batch_size"
 UNCORRECTED = "trainer.algorithm.off_policy_correction.tis_ratio_type=null"
 ENGINE = "generator.inference_engine"
+GAE = "trainer.algorithm.advantage_estimator=gae"
 VLLM_GPUS = (f"{ENGINE}.backend=vllm", f"{ENGINE}.device=cuda")
 VLLM_IPC = (*VLLM_GPUS, "trainer.device=cuda", "generator.weight_transport=cuda_ipc")
 VLLM_NCCL = (*VLLM_GPUS, "trainer.device=cuda", "generator.weight_transport=nccl")
@@ -508,6 +512,29 @@ def test_a_model_folders_shape_is_read_from_its_config(tmp_path: Path) -> None:
     assert (shape.num_kv_heads, shape.head_dim, shape.tied_embeddings) == (2, 16, True)
 
 
+@pytest.mark.parametrize(("model_type", "tied"), [("gemma2", True), ("llama", False)])
+def test_a_config_that_is_silent_about_its_head_has_its_types_default(
+    tmp_path: Path, model_type: str, tied: bool
+) -> None:
+    config = AutoConfig.for_model(model_type)
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written.pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    shape = model_shape(ModelConfig(path=str(tmp_path)))
+    assert shape is not None and shape.tied_embeddings is tied
+    assert AutoConfig.from_pretrained(tmp_path).tie_word_embeddings is tied
+
+
+@pytest.mark.parametrize("other", [{"kv_lora_rank": 256}, {"layer_types": ["linear_attention", "full_attention"]}])
+def test_layers_of_other_sizes_are_not_estimated(tmp_path: Path, other: dict[str, object]) -> None:
+    AutoConfig.for_model("qwen3", layer_types=["full_attention"] * 2, num_hidden_layers=2).save_pretrained(tmp_path)
+    assert model_shape(ModelConfig(path=str(tmp_path))) is not None
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | other))
+    assert model_shape(ModelConfig(path=str(tmp_path))) is None
+
+
 @pytest.mark.parametrize("text", ["{", "{}", json.dumps({"num_experts": 8})])
 def test_a_shape_that_cannot_be_read_is_unknown_and_no_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -643,6 +670,17 @@ def test_the_description_names_the_staleness_policys_guarantee() -> None:
 def test_a_shortened_run_says_that_its_warm_up_is_longer() -> None:
     plan = resolve(settings("trainer.max_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=10"), 100)
     assert "warm-up 10 steps, which this run does not reach the end of" in plan.describe()
+    (warning,) = unreached_rates(plan)
+    assert "num_warmup_steps=10, and the run has 3 steps" in warning
+    critic = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.optimizer_config.num_warmup_steps=4"]
+    (warning,) = unreached_rates(resolve(settings("trainer.max_steps=3", *critic), 100))
+    assert warning.startswith("trainer.critic.optimizer_config.num_warmup_steps=4")
+    exact = resolve(settings("trainer.max_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=3"), 100)
+    assert [*unreached_rates(exact)] == []
+    # A trial of a recipe may be short: it is printed, and no error with --strict.
+    printed = StringIO()
+    print_warnings(load_inputs(settings("trainer.max_steps=3", base="quickstart")), Console(file=printed), strict=True)
+    assert "num_warmup_steps=10, and the run has 3 steps" in printed.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -652,10 +690,14 @@ def test_a_shortened_run_says_that_its_warm_up_is_longer() -> None:
         (["trainer.device=cuda"], ["trainer.policy.dtype"]),
         (["trainer.device=cuda", "trainer.tf32=true"], []),
         (["trainer.device=cuda", "trainer.policy.dtype=bfloat16"], []),
+        (["trainer.device=cuda", "trainer.policy.dtype=bfloat16", GAE], ["trainer.critic.dtype"]),
+        (["trainer.device=cuda", "trainer.policy.dtype=bfloat16", GAE, "trainer.critic.device=cpu"], []),
+        (["trainer.device=cuda", "trainer.tf32=true", GAE], []),
         (["trainer.device=cuda", f"{ENGINE}.device=cuda"], ["trainer.policy.dtype", f"{ENGINE}.dtype"]),
     ],
 )
 def test_a_plan_says_that_float32_is_slow_on_a_gpu(overrides: list[str], slow: list[str]) -> None:
     lines = resolve(settings(*overrides, base="quickstart"), 64).describe().splitlines()
     said = " ".join(line for line in lines if line.split()[0] == "precision")
-    assert [key for key in ("trainer.policy.dtype", f"{ENGINE}.dtype") if f"{key}=bfloat16" in said] == slow
+    keys = ("trainer.policy.dtype", "trainer.critic.dtype", f"{ENGINE}.dtype")
+    assert [key for key in keys if f"{key}=bfloat16" in said] == slow

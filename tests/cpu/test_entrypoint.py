@@ -50,6 +50,7 @@ TINY = [
     "quickstart",
     "trainer.policy_mini_batch_size=2",
     "trainer.max_steps=3",
+    "trainer.policy.optimizer_config.num_warmup_steps=0",
     "trainer.ckpt_interval=2",
     "trainer.trackers=[]",
     "trainer.policy.model.build.hidden_size=32",
