@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+import select
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -105,3 +108,21 @@ async def test_two_ranks_answer_the_call_after_one_that_failed(unpacked_vllm: Se
     await served.sync_weights(3)
     output = await served.engine.generate(request(max_tokens=20))
     assert output["response_ids"][0] == greedy_after(tiny_model(3), PROMPT, output["response_ids"][0])
+
+
+@pytest.mark.slow  # starts an engine of its own
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_rank_that_hangs_ends_with_its_engine(unpacked_vllm: Served) -> None:
+    """vLLM's process, which would end it, has died: the rank would keep its memory."""
+    engine = unpacked_vllm.engine
+    link, _ = engine._alive()
+    _, second = await engine.worker_pids()
+    ended = select.poll()
+    ended.register(os.pidfd_open(second), select.POLLIN)
+    os.kill(second, signal.SIGSTOP)
+    (process,) = link._llm.engine_core.resources.engine_manager.processes
+    process.kill()
+    process.join()
+    assert not ended.poll(0)
+    await engine.teardown()
+    assert ended.poll(0)

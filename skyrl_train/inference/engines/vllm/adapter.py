@@ -12,8 +12,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import select
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, GrammarError, RequestError
@@ -93,12 +96,25 @@ def start_async_llm(settings: VLLMSettings) -> Any:
             raise EngineDeadError(f"vLLM did not start: {error}. Its own messages are {place}.") from error
 
 
-def shut_down(llm: Any) -> None:
-    """End the processes of an ``AsyncLLM``. Blocks; call it off the event loop."""
+def shut_down(llm: Any, ranks: Sequence[int] = ()) -> None:
+    """End the processes of an ``AsyncLLM``. Blocks; call it off the event loop.
+
+    Args:
+        ranks: open descriptors of its workers' processes, see :meth:`AsyncLLMAdapter.watch_ranks`; they are closed.
+    """
     manager = llm.engine_core.resources.engine_manager
     llm.shutdown(timeout=SHUTDOWN_S)
     for process in getattr(manager, "processes", ()):
         process.join(KILLED_S)  # vLLM kills those that are slow, but does not wait for them
+    for rank in ranks:
+        end = select.poll()
+        end.register(rank, select.POLLIN)
+        # Several ranks are processes of vLLM's process. It has killed them, unless it has died itself; then they may hang.
+        if not end.poll(1000 * SHUTDOWN_S):
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank, signal.SIGKILL)
+            end.poll(1000 * KILLED_S)
+        os.close(rank)
     llm.shutdown = lambda: None  # its finaliser calls it again, maybe from an interpreter that is half gone
 
 
@@ -156,6 +172,7 @@ class AsyncLLMAdapter(VLLMLink):
         self.end_token_ids = () if config.skip_tokenizer_init else end_token_ids(llm.get_tokenizer(), config.hf_config)
         self._llm = llm
         self._keys = itertools.count()
+        self._ranks: list[int] = []  # open descriptors of the workers' processes
         self._outputs = OutputQueue(lambda error: self.die(f"its process ended ({type(error).__name__})"))
         # Replaced before vLLM's output handler starts with the first request.
         llm.engine_core.outputs_queue = self._outputs
@@ -372,6 +389,12 @@ class AsyncLLMAdapter(VLLMLink):
         """Forget an adapter."""
         await self.answer(self._llm.remove_lora(adapter.lora_int_id))
 
+    def watch_ranks(self, pids: Sequence[int]) -> None:
+        """Let :meth:`shut_down` wait for the end of these processes of this machine: they have the memory of the GPUs."""
+        for pid in pids if hasattr(os, "pidfd_open") else ():  # Linux
+            with suppress(ProcessLookupError):  # it has just died
+                self._ranks.append(os.pidfd_open(pid))
+
     async def shut_down(self) -> None:
         """End vLLM's processes, dead or alive."""
         # vLLM's reader would report the end of its processes as a failure.
@@ -379,7 +402,8 @@ class AsyncLLMAdapter(VLLMLink):
         if reader is not None:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-        await asyncio.to_thread(shut_down, self._llm)
+        ranks, self._ranks = self._ranks, []
+        await asyncio.to_thread(shut_down, self._llm, ranks)
 
 
 def lora_request(name: str, number: int, path: str) -> Any:

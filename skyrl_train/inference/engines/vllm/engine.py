@@ -434,7 +434,10 @@ class VLLMEngine(VLLMEngineBase[AsyncLLMAdapter]):
             self._policy_lora = lora_request("policy", POLICY_ADAPTER, settings.model_path)
         self._begin(link, version=-1, salted=self._salted)
         # The first call: from here on vLLM notices the death of its process.
-        workers_are_here = all(where == machine() for where, _ in await link.on_workers("skyrl_process"))
+        ranks = await link.on_workers("skyrl_process")
+        workers_are_here = all(where == machine() for where, _ in ranks)
+        if workers_are_here:
+            link.watch_ranks([int(pid) for _, pid in ranks])
         self._capabilities = capabilities(
             settings,
             max_model_len=link.max_model_len,
