@@ -255,6 +255,43 @@ async def test_the_retry_of_an_attempt_without_a_response_takes_no_other_ones(
     assert (await retry, await other) == ([2], [1])
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_a_retry_before_the_loss_of_its_connection_is_noticed_gets_the_lost_request(
+    world: World, lost: int
+) -> None:
+    first = [await world.request(), await world.request()]
+    retry = await world.request(attempt=1)
+    first[lost].cancel()
+    await settle()
+    world.source.feed(1, None, run=0)
+    world.source.feed(2, None, run=1)
+    assert (await retry, await first[1 - lost]) == ([1 + lost], [2 - lost])
+    assert len(world.source.runs) == 2 and not world.source.cancelled
+
+
+async def test_a_retry_that_has_got_an_item_stays_where_it_is(world: World) -> None:
+    first, second = await world.request(), await world.request()
+    world.source.feed(1, run=0)
+    retry = await world.request(attempt=1)
+    second.cancel()
+    await settle()
+    assert world.source.cancelled == [1]
+    world.source.feed(None, run=0)
+    assert await retry == await first == [1]
+
+
+async def test_a_retry_of_the_request_that_gave_one_away_still_joins_it(world: World) -> None:
+    first, second = await world.request(), await world.request()
+    retries = [await world.request(attempt=1)]
+    second.cancel()
+    await settle()
+    retries.append(await world.request(attempt=1))
+    assert len(world.source.runs) == 2
+    world.source.feed(1, None, run=0)
+    world.source.feed(2, None, run=1)
+    assert [await retry for retry in retries] == [[2], [1]] and await first == [1]
+
+
 async def test_a_waiter_that_leaves_does_not_take_the_request_from_the_others(world: World) -> None:
     first, retry = await world.request(), await world.request(attempt=1)
     first.cancel()

@@ -14,6 +14,8 @@ first retry. Sampling again would record a second response in the session that t
 - An attempt that failed, was refused, or whose loss was noticed (its last waiter left) has no response that its retry could
   get. That retry samples again, and never takes the response of another equal request.
 - A waiter that leaves cancels the request only if it was the last one.
+- A retry can come before the loss of its connection is noticed, and then joins another equal request. When the loss is noticed,
+  the request that was lost goes to the retry, if that has not been given an item yet: equal requests can be exchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def request_key(path: str, body: Mapping[str, Any]) -> bytes:
 
 
 class _JoinableRequest(Generic[T]):
-    """One request: the items it has produced so far, and the number of its waiters.
+    """One request: the items it has produced so far, and its waiters.
 
     Args:
         attempt: the latest one of the client that waits for it.
@@ -52,19 +54,14 @@ class _JoinableRequest(Generic[T]):
         self.items: list[T] = []
         self.ended = False
         self.error: BaseException | None = None  # why it ended early or will end early
-        self.waiters = 0
-        self.changed = Signal()  # an item arrived, or the request ended
+        self.waiters: list[_Waiter[T]] = []
+        self.changed = Signal()  # an item arrived, the request ended, or a waiter has moved
         self.task = asyncio.create_task(self._run(start))
 
     async def _run(self, start: Callable[[], AsyncIterator[T]]) -> None:
         async for item in start():
             self.items.append(item)
             self.changed.notify()
-
-    async def wait_for_item(self, position: int) -> bool:
-        """Wait until the item at ``position`` has arrived; return False if the request has ended without it."""
-        await self.changed.wait_until(lambda: self.ended or len(self.items) > position)
-        return len(self.items) > position
 
     def num_bytes(self) -> int:
         """Return the size of the items that are bytes."""
@@ -76,6 +73,36 @@ class _JoinableRequest(Generic[T]):
             self.error = error
             return True
         return False
+
+
+class _Waiter(Generic[T]):
+    """A client that waits for a request. ``items`` of it have been given to the client."""
+
+    def __init__(self, request: _JoinableRequest[T], attempt: int) -> None:
+        self.request = request
+        self.attempt = attempt
+        self.items = 0
+        request.waiters.append(self)
+
+    async def wait_for_item(self) -> bool:
+        """Wait until the next item has arrived; return False if the request has ended without it."""
+        while True:
+            request = self.request
+            await request.changed.wait_until(partial(self._is_ready, request))
+            if self.request is request:
+                return len(request.items) > self.items
+
+    def _is_ready(self, request: _JoinableRequest[T]) -> bool:
+        return request.ended or len(request.items) > self.items or self.request is not request
+
+    def move(self, to: _JoinableRequest[T]) -> None:
+        """Wait for another request from now on."""
+        request, self.request = self.request, to
+        request.waiters.remove(self)
+        request.attempt = max(waiter.attempt for waiter in request.waiters)
+        request.changed.notify()
+        to.waiters.append(self)
+        to.attempt = max(to.attempt, self.attempt)
 
 
 class CompletedRequests:
@@ -151,21 +178,15 @@ class RequestDeduplicator:
             SessionError: the session ended meanwhile. Every exception of ``start()`` is raised in every waiter.
         """
         request = (self._join(key, attempt) if attempt else None) or self._begin(key, start, attempt)
-        request.waiters += 1
+        waiter = _Waiter(request, attempt)
         try:
-            position = 0
-            while await request.wait_for_item(position):
-                yield request.items[position]
-                position += 1
-            if request.error is not None:
-                raise request.error
+            while await waiter.wait_for_item():
+                waiter.items += 1
+                yield waiter.request.items[waiter.items - 1]
+            if waiter.request.error is not None:
+                raise waiter.request.error
         finally:
-            # A retry may still wait for this request; only the last waiter cancels it. After its end that changes nothing.
-            request.waiters -= 1
-            if not request.waiters:
-                if request.cancel(SessionError("The request was cancelled: its last client has disconnected.")):
-                    self._unanswered[key, request.attempt] += 1
-                await asyncio.wait([request.task])  # the engine has released the request when this returns
+            await self._leave(key, waiter)
 
     def end(self, error: SessionError) -> None:
         """Cancel running requests, whose waiters get ``error``, and forget the finished ones."""
@@ -199,6 +220,33 @@ class RequestDeduplicator:
         if request is not None:
             request.attempt = attempt
         return request
+
+    async def _leave(self, key: bytes, waiter: _Waiter[Any]) -> None:
+        request = waiter.request
+        request.waiters.remove(waiter)
+        if request.waiters:  # a retry still waits for it
+            return
+        runs = not request.ended and request.error is None
+        if runs and (retry := self._retry_elsewhere(key, request)) is not None:
+            retry.move(request)
+            return
+        # After its end, this changes nothing.
+        if request.cancel(SessionError("The request was cancelled: its last client has disconnected.")):
+            self._unanswered[key, request.attempt] += 1
+        await asyncio.wait([request.task])  # the engine has released the request when this returns
+
+    def _retry_elsewhere(self, key: bytes, request: _JoinableRequest[Any]) -> _Waiter[Any] | None:
+        """Return a retry that waits for a request equal to ``request`` beside another client, and has got nothing of it."""
+        return next(
+            (
+                waiter
+                for other in self._requests.get(key, ())
+                if other is not request and len(other.waiters) > 1
+                for waiter in other.waiters
+                if waiter.attempt > request.attempt and not waiter.items
+            ),
+            None,
+        )
 
     def _on_done(self, key: bytes, request: _JoinableRequest[Any], task: asyncio.Task[None]) -> None:
         error = SessionError("The request was cancelled.") if task.cancelled() else task.exception()
