@@ -176,6 +176,8 @@ async def test_alternatives_of_a_sampled_token_are_the_most_likely_ones(vllm: Se
     assert [[token for token, _ in alternatives] for alternatives in top] == expected.indices.tolist()
     assert any(token not in dict(alternatives) for token, alternatives in zip(tokens, top, strict=True))
     assert "response_top_logprobs" not in await vllm.engine.generate(request())
+    filtered = await vllm.engine.generate(request(max_tokens=20, temperature=1.0, top_k=2, top_logprobs=3))
+    assert [len(others) for others in filtered["response_top_logprobs"][0]] == [2] * 20, "no other could be drawn"
 
 
 async def test_each_way_in_which_a_response_ends_has_its_stop_reason(vllm: Served) -> None:
