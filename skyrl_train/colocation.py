@@ -126,9 +126,10 @@ class Colocation:
         woken_s = self._clock() - began
         times |= await self._syncer.send(staged)
         if self._offloads:
-            # An engine that is restarted later asks for another staging copy.
-            gone = await asyncio.to_thread(self._backend.release_staging, self._syncer.transport)
-            self._client.restage = self._restage if gone else None
+            # An engine that catches up meanwhile may read the copy. One that does so later asks for another.
+            async with self._client.no_catch_up():
+                gone = await asyncio.to_thread(self._backend.release_staging, self._syncer.transport)
+                self._client.restage = self._restage if gone else None
         began = self._clock()
         with self._client.events.span("wake_up", version):
             await self._client.wake_up(["kv_cache"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from test_client import publish, request
 from test_client_fleet import after, fleet_of
 from test_fleet import Clock
 
+from skyrl_train.colocation import Colocation
+from skyrl_train.config.compose import compose
 from skyrl_train.errors import EngineError, WeightSyncError
 from skyrl_train.inference.client import InferenceEngineClient
 from skyrl_train.inference.interface import EngineCapabilities
 from skyrl_train.inference.pool.fleet import EngineState
 from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.syncer import StagedWeights
 
 
 class Sleeper(ScriptedEngine):
@@ -274,3 +278,50 @@ async def test_an_adapter_is_loaded_when_the_engines_are_awake() -> None:
     await generate(client, 1)
     await loading
     assert all("load judge" in engine.calls for engine in engines)
+
+
+async def test_a_copy_of_the_weights_is_kept_until_an_engine_that_catches_up_has_read_it() -> None:
+    client, clock, _, b = await pair()
+    b.fail["load"] = EngineError("scripted")
+    await publish(client, 1)
+    del b.fail["load"]
+    reads, may_end = asyncio.Event(), asyncio.Event()
+    receive = b.receive_weights
+
+    async def slow_receive(update: Any) -> None:
+        reads.set()
+        await may_end.wait()
+        await receive(update)
+        reads.clear()
+
+    class Syncer:
+        transport = None
+
+        async def gather(self, version: int) -> StagedWeights:
+            return StagedWeights(scripted_update(version), 0.0)
+
+        async def send(self, staged: StagedWeights) -> dict[str, float]:
+            await client.receive_weights(staged.update)
+            await client.load_weights(staged.update, PauseMode.KEEP)
+            b.receive_weights = slow_receive  # type: ignore[method-assign]
+            clock.now += 10.0
+            client.supervisor.step()
+            await reads.wait()
+            return {}
+
+    released: list[bool] = []
+    backend = SimpleNamespace(
+        offload_states=lambda: None,
+        reload_states=lambda: None,
+        release_staging=lambda transport: released.append(not reads.is_set()) or True,
+    )
+    config = compose("quickstart", ["trainer.mode=sync", "trainer.placement.colocate_all=true"])
+    turns = Colocation(config, client, Syncer(), backend, SimpleNamespace(run=asyncio.to_thread))  # type: ignore[arg-type]
+    turn = asyncio.create_task(turns.begin_generation(2))
+    await reads.wait()
+    await settle()
+    assert not released
+    may_end.set()
+    await turn
+    assert released == [True]
+    await all_serve(client, clock, 2)

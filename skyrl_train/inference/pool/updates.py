@@ -321,6 +321,12 @@ class FleetUpdates:
 
     # Engines that join --------------------------------------------------------------------------------------------
 
+    @contextlib.asynccontextmanager
+    async def no_catch_up(self) -> AsyncIterator[None]:
+        """Wait for the engine that catches up, if one does, and let none begin inside this context."""
+        async with self._lock:
+            yield
+
     async def catch_up(self, number: int) -> None:
         """Bring a stale engine to the current weights and into the routing.
 
