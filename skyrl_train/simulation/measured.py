@@ -134,10 +134,9 @@ def measure_run(folder: Path, steps: int) -> MeasuredRun:
         values = [row[name] for row in steady if name in row]
         return float(np.mean(values)) if values else 0.0
 
-    # The wait for a batch includes the way to the trainer's turn, where there is one.
-    back_s = column("time/wake_up") + column("time/offload_states")
-    switches = column("time/sleep") + column("time/reload_states") + back_s
-    outside = column("time/wait_for_batch") + column("time/gather") + column("time/wait_for_weight_sync") + back_s
+    turns_of_step = ("time/sleep", "time/reload_states", "time/wake_up", "time/offload_states")
+    switches = np.sum([column(name) for name in turns_of_step], axis=0)
+    outside = column("time/wait_for_batch") + column("time/gather") + column("time/wait_for_weight_sync") + switches
     if "time/wake_up" in steady[0]:  # the trainer waits for the weight sync without measuring it once more
         outside += column("time/transfer") + column("time/pause")
     tokens = column("generate/response_tokens") * config.trainer.policy_mini_batch_size * samples
