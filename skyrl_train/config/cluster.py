@@ -62,8 +62,7 @@ class ClusterNeeds:
 def cluster_needs(config: RunConfig) -> ClusterNeeds:
     """Derive the processors from a valid configuration."""
     trainer, rollout, engine = config.trainer, config.rollout, config.generator.inference_engine
-    evaluation_engines = derive.num_evaluation_engines(config)
-    engines = engine.num_engines + evaluation_engines
+    evaluation_engines, engines = derive.num_evaluation_engines(config), derive.num_all_engines(config)
     actors, devices, engine_processes = [], [], 0
     trained = [(POLICY_RANKS, trainer)]
     if derive.needs_critic(trainer.algorithm) and not derive.critic_is_colocated(trainer):

@@ -283,6 +283,11 @@ def num_evaluation_engines(config: RunConfig) -> int:
     return config.trainer.eval.num_engines if config.trainer.eval.interval > 0 else 0
 
 
+def num_all_engines(config: RunConfig) -> int:
+    """Return the number of the run's and the evaluation's engines, in this order."""
+    return config.generator.inference_engine.num_engines + num_evaluation_engines(config)
+
+
 # ---- training workers and the critic
 
 # Settings of trainer.critic.fsdp that are about the critic's model, and so also count for a critic in the policy's ranks.
@@ -478,7 +483,8 @@ def trainer_memory_fraction(config: RunConfig) -> float | None:
     if not local or takes_turns or engine.backend != "vllm" or engine.executor == "ray" or engine.device == "cpu":
         return None
     device = full_device_name(trainer.device)
-    ranks = sum(device == f"cuda:{gpu}" for index in range(engine.num_engines) for gpu in engine_devices(engine, index))
+    indices = range(num_all_engines(config))
+    ranks = sum(device == f"cuda:{gpu}" for index in indices for gpu in engine_devices(engine, index))
     utilization = float(engine.engine_args.get("gpu_memory_utilization", VLLM_UTILIZATION))
     if not ranks or engine.engine_args.get("kv_cache_memory_bytes") is not None:
         return None

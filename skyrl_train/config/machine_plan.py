@@ -333,10 +333,10 @@ def _engine_loads(plan: Plan, memory: MemoryEstimate, shape: ModelShape, cluster
     gpus = derive.engine_num_gpus(engine)
     if not gpus:
         return []
-    number = engine.num_engines * gpus
-    weights = memory.engine_weight_bytes // number
+    of_run, number = engine.num_engines * gpus, derive.num_all_engines(config) * gpus
+    weights = memory.engine_weight_bytes // of_run
     if engine.backend != "vllm":
-        return [GPULoad("engine", number, {"weights": weights, "KV cache": memory.kv_cache_bytes // number}, available)]
+        return [GPULoad("engine", number, {"weights": weights, "KV cache": memory.kv_cache_bytes // of_run}, available)]
     utilization = float(engine.engine_args.get("gpu_memory_utilization", derive.VLLM_UTILIZATION))
     given = engine.engine_args.get("kv_cache_memory_bytes")
     cache = int(utilization * available) - weights - ENGINE_OWN_BYTES if given is None else int(given)

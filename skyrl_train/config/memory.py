@@ -424,7 +424,7 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
 
 
 def _engine_bytes(config: RunConfig, memory: MemoryEstimate, device: str, gpu_bytes: int) -> int:
-    """Return what the run's engines take of the GPU ``device`` of this machine, which has ``gpu_bytes``.
+    """Return what engines, also the evaluation's, take of the GPU ``device`` of this machine, which has ``gpu_bytes``.
 
     vLLM takes its share of the whole GPU for models of any size, with the KV cache in the rest of the share.
     """
@@ -434,11 +434,15 @@ def _engine_bytes(config: RunConfig, memory: MemoryEstimate, device: str, gpu_by
     ):  # elsewhere, or asleep while the policy trains
         return 0
     if engine.backend == "embedded" and derive.full_device_name(engine.device) == device:
-        return memory.engine_weight_bytes + memory.kv_cache_bytes
+        return (
+            (memory.engine_weight_bytes + memory.kv_cache_bytes) * derive.num_all_engines(config) // engine.num_engines
+        )
     if engine.backend != "vllm" or engine.device == "cpu":
         return 0
     on_device = sum(
-        device == f"cuda:{gpu}" for index in range(engine.num_engines) for gpu in derive.engine_devices(engine, index)
+        device == f"cuda:{gpu}"
+        for index in range(derive.num_all_engines(config))
+        for gpu in derive.engine_devices(engine, index)
     )
     kv_cache = engine.engine_args.get("kv_cache_memory_bytes")
     if kv_cache is not None:

@@ -231,7 +231,7 @@ def simulate(
         console.print(bound_table(plane, unit))
     results = {**rows, **plane}
     if (best := recommended(results)) is not None:
-        console.print(f"\nBest: {name_of(best)}, {split_of(best)} devices, S = {best.bound}")
+        console.print(f"\nBest: {described(best)}")
         console.print(
             "(the freshest of those within 2 % of the most trained tokens/s; accept is left out, because it keeps no bound)"
         )
@@ -301,6 +301,12 @@ def name_of(setup: Setup) -> str:
     """Return the mode of a setup, with its staleness policy if the mode has one."""
     policy = f", {setup.policy}" if setup.mode in ("fully_async", "partial_rollout") else ""
     return setup.mode + policy + (", streaming" if setup.streaming is not None else "")
+
+
+def described(setup: Setup) -> str:
+    """Return a setup in words, with S if the mode has that setting."""
+    bound = f", S = {setup.bound}" if setup.mode in ("fully_async", "partial_rollout") else ""
+    return f"{name_of(setup)}, {split_of(setup)} devices{bound}"
 
 
 def mode_table(rows: Mapping[Setup, Outcome | SkyRLError], unit: float) -> Table:

@@ -251,6 +251,12 @@ def test_rank_0_holds_the_weights_on_their_way_to_the_engines() -> None:
     assert problem.startswith("Rank 0 of 8 ranks: ") and "another generator.weight_transport" in problem
 
 
+def test_the_evaluations_engines_have_gpus_too() -> None:
+    there = plan_on("8xH100", *split("7B", 4, 3), "trainer.eval.num_engines=1")
+    assert [(load.who, load.number) for load in there.loads] == [("training", 4), ("engine", 4)]
+    assert there.loads[1] == plan_on("8xH100", *split("7B", 4, 4)).loads[1]
+
+
 def test_layers_that_stay_gathered_count() -> None:
     """7B: 6.53 billion weights in linear layers, in bfloat16, on every rank."""
     kept = plan_on("8xH100", *split("7B", 4, 4), "trainer.fsdp.reshard_after_forward=false").loads[0]

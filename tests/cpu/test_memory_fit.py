@@ -22,6 +22,7 @@ KL = "trainer.algorithm.kl_loss_coef=0.1"
 GAE = "trainer.algorithm.advantage_estimator=gae"
 COLOCATED = "trainer.critic.placement=colocated"
 CUDA = ["trainer.device=cuda"]
+EVALUATION = ["trainer.eval.interval=1", "trainer.eval.num_engines=1"]
 RANKS = [*CUDA, "trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4"]
 
 
@@ -410,6 +411,9 @@ def test_the_positions_of_a_listed_model_limit_nothing() -> None:
         (["generator.inference_engine.device=cpu"], 0.0),
         (["trainer.placement.colocate_all=true", "trainer.mode=sync"], 0.0),
         (["generator.inference_engine.devices=[1]"], 0.0),
+        # The evaluation's engine is on the second GPU, or on the trainer's.
+        ([*EVALUATION, "generator.inference_engine.devices=[1,1]"], 0.0),
+        ([*EVALUATION, "generator.inference_engine.devices=[1,0]"], 0.92),
     ],
 )
 def test_an_engine_on_the_trainers_gpu_takes_its_share(overrides: list[str], share: float) -> None:
@@ -422,6 +426,8 @@ def test_an_engine_on_the_trainers_gpu_takes_its_share(overrides: list[str], sha
     assert fit(plan, Machine(99 * GIB, (room,) * 2)).insufficient == []
     (said,) = fit(plan, Machine(99 * GIB, (room - 100,) * 2)).insufficient
     assert ("and engines" in said) == (share > 0)
+    limit = derive.trainer_memory_fraction(plan.config)
+    assert limit == (pytest.approx(1 - share - 0.02) if share else None)
 
 
 def test_the_contexts_and_the_gradient_of_the_head_count_beside_the_activations() -> None:

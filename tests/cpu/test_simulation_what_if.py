@@ -286,6 +286,11 @@ def test_the_freshest_of_the_fast_ones_that_keep_their_bound_is_recommended() ->
     assert recommended({Setup("sync"): ConfigError("stopped")}) is None
 
 
+def test_only_modes_with_a_bound_are_described_with_it() -> None:
+    assert command.described(Setup("fully_async", bound=8)) == "fully_async, mask, 1 + 1 devices, S = 8"
+    assert command.described(Setup("one_step_off")) == "one_step_off, 1 + 1 devices"
+
+
 # The command -----------------------------------------------------------------------------------------------------------
 
 TINY = ["simulate", "--groups", "2", "--samples", "2", "--steps", "8", "--tail", "2", "--devices", "2"]
