@@ -39,7 +39,7 @@ def page(
     listener, url = bind(host, port, "--port")
     with listener:
         token = os.environ.get(TOKEN_VARIABLE) or (None if is_loopback(host) else secrets.token_urlsafe(24))
-        text = f"runs of {runs_dir} at {address(url, token)}"
+        text = f"page of {runs_dir} at {address(url, token)}"
         Console().print(text, markup=False, highlight=False, soft_wrap=True)
         page_server(runs_dir, token).run(sockets=[listener])
     return 0
