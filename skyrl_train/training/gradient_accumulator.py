@@ -221,7 +221,7 @@ class GradientAccumulator(ABC, Generic[M]):
 
     def discard(self) -> None:
         """See :meth:`Training.discard`."""
-        self._open = None
+        self._open = self._loss_error = None
         self.optimizer.adamw.zero_grad(set_to_none=True)  # frees the memory of the gradients
 
     @contextmanager

@@ -217,3 +217,20 @@ def test_a_device_that_lacks_memory_leaves_no_doubt_before_the_first_pass_is_ove
     with pytest.raises(error, match="scripted"):
         ours.update(minibatch())
     assert not ours.has_open_step and same(before, weights(ours)) == (error is ConfigError)
+
+
+def test_the_error_of_a_loss_ends_with_its_pass(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([lambda *_: 1 / 0])
+    monkeypatch.setitem(POLICY_LOSSES._entries, "own", lambda *arguments: next(losses, ppo_clip)(*arguments))
+    ours = backend(folder, micro_batch_tokens=17, algorithm__policy_loss_type="own")
+    passes = iter(range(10))
+
+    def break_second(*_: object) -> None:
+        if next(passes) == 1:
+            raise MemoryError("scripted")
+
+    handle = ours.model.register_forward_pre_hook(break_second)
+    with pytest.raises(MemoryError, match="scripted"):
+        ours.update(minibatch())
+    handle.remove()
+    assert ours.update(minibatch())["policy/skipped_nonfinite"] == 0.0
