@@ -38,6 +38,10 @@ HARMONY = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# There is a generation prompt behind a question only (DeepSeek V3.1).
+QUESTIONS_ONLY = CHATML.replace(
+    "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1]['role'] == 'user' %}"
+)
 # A space, which not all answers have, stands before the end token.
 LLAMA2 = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<|im_start|>{{ m['content'] }}"
@@ -67,6 +71,7 @@ TOKENIZERS = {
     "phi": make_tokenizer(PHI),
     "last only": make_tokenizer(LAST_ONLY),
     "harmony": make_tokenizer(HARMONY),
+    "questions only": make_tokenizer(QUESTIONS_ONLY),
     "llama 2": make_tokenizer(LLAMA2),
     "no template": make_tokenizer(None),
 }
@@ -131,6 +136,11 @@ def test_a_prompt_is_rendered_with_the_generation_prompt(kind: str, text: str) -
         ("phi", "7<|endoftext|>", "<|im_start|>user\nTry again.<|im_end|><|im_start|>assistant\n"),
         ("last only", "7<|im_end|>", "<|im_start|>user\nTry again.<|im_start|>assistant\n"),
         ("harmony", "7<|endoftext|>", "<|im_start|>user\nTry again.<|im_end|><|im_start|>assistant\n"),
+        (
+            "questions only",
+            "7<|im_end|>\n",
+            "<|im_start|>user\nTry again.<|im_end|>\n<|im_start|>assistant\n",
+        ),
         ("llama 2", "7", " <|im_end|><|im_start|>Try again."),
         ("llama 2", "7 <|im_end|>", "<|im_start|>Try again."),
         ("llama 2", "7<|im_end|>", "<|im_start|>Try again."),

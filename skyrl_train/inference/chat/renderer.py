@@ -245,11 +245,12 @@ class ChatRenderer:
         tools, arguments = json.loads(key)
         ends = {"add_generation_prompt": False}, {"add_generation_prompt": True}
         closing, following = (self._encode_after_answer(self._after_answer((), tools, arguments, end)) for end in ends)
-        # What follows an answer ends with the generation prompt, which is what follows a question.
+        # What follows an answer may end with the generation prompt, which is what follows a question.
         asked, prompted = (self.encode(self._apply([_USER], tools, arguments, end)) for end in ends)
         pairs = enumerate(zip(asked, prompted, strict=False))
-        same = next((place for place, (one, other) in pairs if one != other), len(asked))
-        return closing.tolist(), max(0, len(following) - len(prompted[same:]))
+        opening = prompted[next((place for place, (one, other) in pairs if one != other), len(asked)) :]
+        most = len(following) - len(opening)
+        return closing.tolist(), most if following[max(0, most) :].tolist() == opening else len(following)
 
     def _after_answer(
         self, new: Messages, tools: Messages, template_kwargs: Mapping[str, Any], end: Mapping[str, Any]
