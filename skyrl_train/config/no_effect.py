@@ -103,10 +103,13 @@ def _loss(config: RunConfig) -> Warnings:
         )
     # Only then is the ratio 1 for every token when the loss is computed.
     one_pass = config.trainer.update_epochs_per_batch == 1 and algorithm.proximal_policy is ProximalPolicy.step
+    # In turns, or without lag, there is no other policy at the time when a group ends.
+    arrival = derive.max_staleness_steps(config) > 0 and not config.trainer.placement.colocate_all
+    remedy = f"Set trainer.update_epochs_per_batch=2{' or proximal_policy=arrival' * arrival}"
     if algorithm.policy_loss_type == "kl_cov" and one_pass:
         yield (
             f"{ALGORITHM}.policy_loss_type=kl_cov with one pass around the policy of the step: its penalty has no gradient "
-            "there, so it does nothing. Set trainer.update_epochs_per_batch=2, or proximal_policy=arrival."
+            f"there, so it does nothing. {remedy}."
         )
     # The sections of clip_cov and kl_cov choose tokens by their covariance, and not by the ratio.
     bounds = [
@@ -116,8 +119,8 @@ def _loss(config: RunConfig) -> Warnings:
     ]
     if bounds and one_pass:
         yield (
-            f"{', '.join(bounds)} with one pass around the policy of the step: the ratio is 1 there, so no bound is reached. Set "
-            "trainer.update_epochs_per_batch=2 or proximal_policy=arrival, or leave it out."
+            f"{', '.join(bounds)} with one pass around the policy of the step: the ratio is 1 there, so no bound is reached. "
+            f"{remedy}, or leave it out."
         )
     if algorithm.max_seq_len is not None and algorithm.loss_reduction in ("token_mean", "sequence_mean", "prompt_mean"):
         yield (

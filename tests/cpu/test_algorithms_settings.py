@@ -59,7 +59,18 @@ def test_settings_that_cannot_work_are_errors(settings: list[str], remedy: str) 
     ("settings", "remedy"),
     [
         (["policy_loss_type=kl_cov"], "update_epochs_per_batch=2"),
-        (["eps_clip_high=0.28"], "eps_clip_high with one pass .*update_epochs_per_batch=2 or proximal_policy=arrival"),
+        (
+            ["eps_clip_high=0.28"],
+            "eps_clip_high with one pass .*update_epochs_per_batch=2 or proximal_policy=arrival, or",
+        ),
+        (
+            ["eps_clip_high=0.28", "trainer.mode=sync"],
+            "eps_clip_high with one pass .*update_epochs_per_batch=2, or leave",
+        ),
+        (
+            ["eps_clip_high=0.28", "trainer.mode=partial_rollout", "trainer.placement.colocate_all=true"],
+            "update_epochs_per_batch=2, or leave",
+        ),
         (
             ["policy_loss_type=dual_clip", "clip_ratio_c=5", "eps_clip_low=0.1"],
             "eps_clip_low, .*clip_ratio_c with one pass",
