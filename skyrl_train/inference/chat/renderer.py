@@ -245,8 +245,8 @@ class ChatRenderer:
         tools, arguments = json.loads(key)
         ends = {"add_generation_prompt": False}, {"add_generation_prompt": True}
         closing, following = (self._encode_after_answer(self._after_answer((), tools, arguments, end)) for end in ends)
-        # What follows an answer may end with the generation prompt, which is what follows a question.
-        asked, prompted = (self.encode(self._apply([_USER], tools, arguments, end)) for end in ends)
+        # What follows an answer may end with the generation prompt, which is what follows a question. Tools may be long.
+        asked, prompted = (self.encode(self._apply([_USER], (), arguments, end)) for end in ends)
         pairs = enumerate(zip(asked, prompted, strict=False))
         opening = prompted[next((place for place, (one, other) in pairs if one != other), len(asked)) :]
         most = len(following) - len(opening)
