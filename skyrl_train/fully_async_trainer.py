@@ -35,7 +35,9 @@ class FullyAsyncTrainer(PPOTrainer):
         return await self.wait_for_groups()
 
     async def train_step(self) -> TrainedStep | None:
-        """Run one optimizer step. With ``streaming_min_groups``, accumulate gradients while the last groups are generated."""
+        """Run one optimizer step. With ``streaming_min_groups``, accumulate gradients while the last groups are generated; then
+        neither ``next_batch`` nor ``update_policy`` is called.
+        """
         if self.plan.streaming_min_groups is None:
             return await super().train_step()
         return await self.train_step_in_parts(self.plan.streaming_min_groups)
