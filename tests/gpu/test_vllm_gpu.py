@@ -262,6 +262,8 @@ async def test_memory_is_freed_asleep_and_requests_go_on_afterwards(world: World
     await world.engine.sleep(1)
     assert torch.cuda.mem_get_info()[0] > free + (1 << 30)
     await world.engine.wake_up()
+    link, _ = world.engine._alive()
+    assert await link._llm.engine_core.is_scheduler_paused_async(), "an update may come before requests go on"
     await world.engine.resume()
     async for chunk in stream:
         tokens += chunk.token_ids
