@@ -193,7 +193,7 @@ class PolicyWorker(GradientAccumulator[PolicyMicroBatch]):
             tokens = [of_rank for of_rank in self._collectives.all_gather(mine) if of_rank is not None]
             if tokens:
                 merged = MinibatchTokens(*map(torch.cat, zip(*tokens, strict=True)))
-                statistics = self._objective.minibatch_statistics(merged)
+                statistics = self._collectives.all_succeed(partial(self._objective.minibatch_statistics, merged))
                 batches = [replace(b, fields=replace(b.fields, minibatch=statistics)) for b in batches]
         return replace(part, micro_batches=batches)
 

@@ -351,17 +351,38 @@ class TestRefusals:
         changes = {"algorithm__policy_loss_type": f"{tmp_path / 'mine.py'}:loss"}
         shared, alone = rejoined(**changes), local(folder, **changes)
         before, batch = weights(shared), minibatch(lengths=LENGTHS)
-        huge = [
-            dataclasses.replace(s, advantages=s.advantages * 1e6) if i == 3 else s
-            for i, s in enumerate(batch.sequences)
-        ]
         for call in (shared.update, shared.accumulate):
             with pytest.raises(ConfigError, match="The loss of step 1 raised ZeroDivisionError") as caught:
-                call(dataclasses.replace(batch, sequences=huge))
+                call(with_huge_advantages(batch))
             assert user_frame("".join(caught.value.__notes__)).endswith("mine.py:5 in loss")
         assert same(before, weights(shared))
         assert learned(shared.update(batch)) == pytest.approx(learned(alone.update(batch)), rel=1e-5, abs=1e-5)
         assert apart(weights(shared), weights(alone)) < ROUNDING
+
+    def test_statistics_of_ones_own_that_raise_move_nothing_and_the_group_goes_on(
+        self, rejoined: Callable[..., RayBackend], tmp_path: Path
+    ) -> None:
+        loss = f"{tmp_path / 'mine.py'}:loss"
+        (tmp_path / "mine.py").write_text(
+            "from skyrl_train.algorithms.losses import ppo_clip as loss\n"
+            "from skyrl_train.algorithms.tokens import register_minibatch_statistics\n\n"
+            f"@register_minibatch_statistics({loss!r})\n"
+            "def statistics(tokens, config):\n"
+            "    return {'largest': 1 / (tokens.advantages.abs().max() < 100).item()}\n"
+        )
+        shared, batch = rejoined(algorithm__policy_loss_type=loss), minibatch(lengths=LENGTHS)
+        before = weights(shared)
+        with pytest.raises(ConfigError, match=r"mine\.py:loss raised ZeroDivisionError"):
+            shared.update(with_huge_advantages(batch))
+        assert same(before, weights(shared))
+        assert shared.update(batch)["policy/grad_norm"] > 0
+
+
+def with_huge_advantages(batch: Minibatch) -> Minibatch:
+    """Of one sequence, which one rank has."""
+    sequences = list(batch.sequences)
+    sequences[3] = dataclasses.replace(sequences[3], advantages=sequences[3].advantages * 1e6)
+    return dataclasses.replace(batch, sequences=sequences)
 
 
 class TestWeights:
