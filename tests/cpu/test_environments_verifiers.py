@@ -118,4 +118,6 @@ def test_the_environment_of_the_tutorial_trains_as_written(tmp_path: Path, monke
     Path("parity.py").write_text(next(block for block in blocks(page, "python") if "vf.SingleTurnEnv" in block))
     Path("parity.yaml").write_text(next(block for block in blocks(page, "yaml") if "verifiers:parity.py" in block))
     assert main(["train", "parity.yaml", *SHORT, "trainer.max_steps=3"]) == 0
-    assert skyrl_train.load_run("runs/parity-1").metrics["environment/exact"].between(0, 1).all()
+    metrics = skyrl_train.load_run("runs/parity-1").metrics
+    assert metrics["environment/matching"].between(0, 1).all() and metrics["reward/mean"].max() > 0
+    assert metrics["async/retries"].sum() == 0, "empty answers of random weights fail no attempt"
