@@ -3,7 +3,7 @@
     import skyrl_train
 
     run = skyrl_train.train("quickstart", overrides={"trainer.max_steps": 100})
-    run.metrics["reward/mean"].plot()
+    print(run.metrics["reward/mean"])
 
 Each public name is imported when it is first used, so that ``import skyrl_train`` is quick and needs no torch.
 """
