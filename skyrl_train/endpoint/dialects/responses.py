@@ -82,6 +82,7 @@ class OutputText(RequestBody):
     text: str
     annotations: Any = ignored()
     logprobs: Any = ignored()
+    parsed: Any = ignored("openai's SDK sends back what it read from the content")
 
 
 class Refusal(RequestBody):
@@ -135,6 +136,7 @@ class FunctionCallItem(RequestBody):
     run_async: Annotated[Any, Unsupported(_IN_TURN, False)] = Field(None, alias="async")
     id: str | None = None
     status: Any = ignored()
+    parsed_arguments: Any = ignored("openai's SDK sends back what it read from the arguments")
     caller: Any = ignored()
     namespace: Any = ignored()
 

@@ -218,7 +218,8 @@ class _LingeringApp:
             nonlocal early
             if message["type"] == "http.response.start":
                 early = bool(self.cycle.more_body) and not self.cycle.disconnected
-                self.cycle.keep_alive = self.cycle.keep_alive and not early
+                if early:  # uvicorn closes the connection because of the header; it writes none of its own before 0.54
+                    message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
             elif early and not message.get("more_body", False):
                 await send({**message, "more_body": True})
                 with contextlib.suppress(TimeoutError):
