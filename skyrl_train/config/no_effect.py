@@ -138,7 +138,7 @@ def _loss(config: RunConfig) -> Warnings:
     begins = (overlong.max_response_len or 0) - overlong.buffer_len
     if overlong.buffer_len > 0 and config.generator.name == "gym" and begins >= longest:
         yield (
-            f"{ALGORITHM}.overlong: the penalty begins behind {begins} tokens, and a response of this run has at most {longest}. "
+            f"{ALGORITHM}.overlong: the penalty begins after {begins} tokens, and a response of this run has at most {longest}. "
             f"Set {ALGORITHM}.overlong.max_response_len={longest}, and a buffer_len below it."
         )
     if overlong.buffer_len > 0 and overlong.penalty_factor == 0:

@@ -123,8 +123,8 @@ def resolve(
     )
 
 
-def unreached_rates(plan: Plan) -> Iterator[str]:
-    """Return a sentence for each warm-up that is longer than the run, as in a short trial of a recipe."""
+def unfinished_warmups(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each warm-up that is longer than the run, as in a short trial of a recipe."""
     trainer, steps = plan.config.trainer, plan.total_steps
     optimizers = {"policy": trainer.policy.optimizer_config}
     if derive.needs_critic(trainer.algorithm):

@@ -18,9 +18,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(help="Runs, or folders of runs.")],
     by: Annotated[
         Literal["step", "time", "tokens"],
-        typer.Option(
-            help="The axis of the curves. Rewards at equal values of it come first, and means are taken up to there."
-        ),
+        typer.Option(help="Compare the runs after equal steps, times or sampled tokens; also the axis of the curves."),
     ] = "step",
     output: Annotated[Path, typer.Option(help="The HTML file with curves.")] = Path("compare.html"),
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from skyrl_train.config import derive
 from skyrl_train.config.memory import MemoryWarnings, memory_warnings, this_machine
-from skyrl_train.config.plan import Plan, resolve, unreached_rates
+from skyrl_train.config.plan import Plan, resolve, unfinished_warmups
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.environments.base import PromptRecord
@@ -77,8 +77,8 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
 
 
 def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None:
-    """Print prompts that were too long, settings without effect, learning rates that are not reached, and where memory does not,
-    or may not, suffice; a line each.
+    """Print prompts that were too long, settings without effect, warm-ups longer than the run, and where memory does not, or may
+    not, suffice; a line each.
 
     Raises:
         ConfigError: with ``strict``, if a setting has no effect or the memory does not suffice.
@@ -87,7 +87,7 @@ def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None
         console.print(f"data: {note}", markup=False, highlight=False, soft_wrap=True)
     warnings = [
         *inputs.plan.warnings,
-        *unreached_rates(inputs.plan),
+        *unfinished_warmups(inputs.plan),
         *(f"memory does not suffice: {warning}" for warning in inputs.memory.insufficient),
         *(f"memory may not suffice: {warning}" for warning in inputs.memory.tight),
     ]

@@ -84,11 +84,9 @@ def train_recipe(
         run_dir: str | None = str(result.path)
         if result.finished:  # it is repeated in another folder
             run_dir = None if inputs.config.trainer.run_dir is None else free_folder(result.path)
-        commands = (
-            {}
-            if not result.summary.steps
-            else {"Look at it": f"{program()} page {shlex.quote(str(result.path.parent))}"}
-        )
+        commands = {}
+        if result.summary.steps:
+            commands["Look at it"] = f"{program()} page {shlex.quote(str(result.path.parent))}"
         if recipe in recipe_names() and result.finished:
             commands["Your own task"] = f"{program()} init my-task --data prompts.jsonl"
         again = train_command(program(), [recipe, *options, *overrides], run_dir=run_dir, resumes=not result.finished)

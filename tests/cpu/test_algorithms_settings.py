@@ -82,7 +82,7 @@ def test_settings_that_cannot_work_are_errors(settings: list[str], remedy: str) 
         (["overlong.buffer_len=8", "overlong.max_response_len=9", "overlong.penalty_factor=0"], "above 0"),
         (
             ["overlong.buffer_len=100", "overlong.max_response_len=500"],
-            "begins behind 400 tokens.*max_response_len=\\d+",
+            "begins after 400 tokens.*max_response_len=\\d+",
         ),
         (["rollout.stages.proximal.device=cuda:1"], "proximal.device with executor=trainer.*process or thread or ray"),
         (["max_seq_len=8"], "max_seq_len=null"),

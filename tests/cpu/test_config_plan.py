@@ -19,7 +19,7 @@ from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
 from skyrl_train.config.keys import _limits, _types
 from skyrl_train.config.model_shape import model_shape
-from skyrl_train.config.plan import Plan, resolve, unreached_rates
+from skyrl_train.config.plan import Plan, resolve, unfinished_warmups
 from skyrl_train.config.schema import FullyAsyncConfig, ModelConfig, OneOf, RunConfig, TrainerMode
 from skyrl_train.config.validate import Validation, raise_errors, validate
 from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
@@ -670,13 +670,13 @@ def test_the_description_names_the_staleness_policys_guarantee() -> None:
 def test_a_shortened_run_says_that_its_warm_up_is_longer() -> None:
     plan = resolve(settings("trainer.max_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=10"), 100)
     assert "warm-up 10 steps, which this run does not reach the end of" in plan.describe()
-    (warning,) = unreached_rates(plan)
+    (warning,) = unfinished_warmups(plan)
     assert "num_warmup_steps=10, and the run has 3 steps" in warning
     critic = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.optimizer_config.num_warmup_steps=4"]
-    (warning,) = unreached_rates(resolve(settings("trainer.max_steps=3", *critic), 100))
+    (warning,) = unfinished_warmups(resolve(settings("trainer.max_steps=3", *critic), 100))
     assert warning.startswith("trainer.critic.optimizer_config.num_warmup_steps=4")
     exact = resolve(settings("trainer.max_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=3"), 100)
-    assert [*unreached_rates(exact)] == []
+    assert [*unfinished_warmups(exact)] == []
     # A trial of a recipe may be short: it is printed, and no error with --strict.
     printed = StringIO()
     print_warnings(load_inputs(settings("trainer.max_steps=3", base="quickstart")), Console(file=printed), strict=True)

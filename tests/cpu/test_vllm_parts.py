@@ -276,6 +276,10 @@ def test_an_adapter_that_a_worker_cannot_load_is_its_answer() -> None:
     worker = WorkerExtension()
     worker.add_lora = Mock(side_effect=ValueError("no such file"))
     assert worker.skyrl_add_adapter("tuned", 1, "/folder") == "no such file"
+    worker.add_lora = Mock(return_value=False)
+    assert worker.skyrl_add_adapter("tuned", 1, "/folder") == "vLLM did not add it"
+    worker.add_lora = Mock(return_value=True)
+    assert worker.skyrl_add_adapter("tuned", 1, "/folder") is None
 
 
 async def test_a_request_that_would_end_vllm_on_a_gpu_is_rejected_or_shortened() -> None:

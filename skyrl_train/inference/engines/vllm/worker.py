@@ -70,10 +70,10 @@ class WorkerExtension:
         from vllm.lora.request import LoRARequest
 
         try:
-            self.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
+            added = self.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
         except Exception as error:  # vLLM's reader raises many kinds
             return str(error) or repr(error)
-        return None
+        return None if added else "vLLM did not add it"
 
     def skyrl_load(self, version: int) -> float:
         """Load the received update; returns the seconds that it took. A failure leaves no usable model."""
