@@ -177,32 +177,31 @@ def main() -> None:
     parser.add_argument("--python", help="an interpreter that has TRL; default: uv makes an environment")
     options = parser.parse_args()
     command = trl_command(options.python)
-    outcomes: dict[str, list[Step]] = {}
+    ratios: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = shared_settings("quickstart", options.steps, compose("quickstart").trainer.seed, folder)
+        print("| round | trainer | step | of TRL's | reward | tokens of a response |")
+        print("|---" * 6 + "|", flush=True)
         for number in range(1, options.rounds + 1):
             results = {
-                f"TRL, {threads} thread(s)": mean(run_trl(command, settings, folder, threads)[options.warmup :])
+                f"TRL, {threads} thread{'s' if threads > 1 else ''}": mean(
+                    run_trl(command, settings, folder, threads)[options.warmup :]
+                )
                 for threads in options.trl_threads
             }
             for mode in ("sync", "fully_async"):
                 results[mode] = mean(run_ours(mode, settings, folder)[options.warmup :])
+            fastest = min(outcome.seconds for label, outcome in results.items() if label.startswith("TRL"))
             for label, outcome in results.items():
-                outcomes.setdefault(label, []).append(outcome)
+                ratios.setdefault(label, []).append(outcome.seconds / fastest)
                 print(
-                    f"round {number}  {label:<17} {outcome.seconds * 1e3:7.1f} ms per step  "
-                    f"reward {outcome.reward:.3f}  {outcome.tokens:.1f} tokens per response",
+                    f"| {number} | {label} | {outcome.seconds * 1e3:.0f} ms | {outcome.seconds / fastest:.2f} "
+                    f"| {outcome.reward:.3f} | {outcome.tokens:.1f} |",
                     flush=True,
                 )
-    trl = [found for label, found in outcomes.items() if label.startswith("TRL")]
-    fastest = [min(outcome.seconds for outcome in of_round) for of_round in zip(*trl, strict=True)]
-    for label, found in outcomes.items():
-        seconds = [outcome.seconds for outcome in found]
-        ratio = statistics.median(own / other for own, other in zip(seconds, fastest, strict=True))
-        print(
-            f"{label:<17} {statistics.median(seconds) * 1e3:7.1f} ms, {ratio:.2f} of TRL's in the same round (medians)"
-        )
+    for label, found in ratios.items():
+        print(f"| median | {label} | | **{statistics.median(found):.2f}** | | |")
 
 
 if __name__ == "__main__":

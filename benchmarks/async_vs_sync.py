@@ -3,7 +3,7 @@
     python benchmarks/async_vs_sync.py [--steps 100] [--rounds 2] [key=value ...]
 
 Both modes run the same recipe by the real command, alternately, so that a machine that gets slower hits both. The ratio compares
-the time from the first to the last step. The time with the start of the processes is printed beside it.
+the time from the first to the last step, without the start of the processes.
 
 The floor of a step is its processor time, of all processes together, over the number of cores: no schedule of the same work is
 faster. It is the difference between the whole run and one of a few steps, so that it contains no start-up.
@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,25 +26,24 @@ SHORT = 10  # steps
 
 
 class Run(NamedTuple):
-    """Seconds of all steps, of the whole command, of the processors, and the mean lag."""
+    """Seconds of all steps, seconds of the processors, and the mean lag."""
 
     steps_s: float
-    wall_s: float
     cpu_s: float
     lag: float
 
 
 def run(mode: str, recipe: str, steps: int, overrides: list[str]) -> Run:
     with tempfile.TemporaryDirectory() as folder:
-        before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "skyrl_train", "train", recipe, f"trainer.mode={mode}"]
         settings = [f"trainer.max_steps={steps}", f"trainer.run_dir={folder}/run", "trainer.trackers=[]", *overrides]
         subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
-        wall_s, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     lag = statistics.fmean(row["staleness/mean"] for row in rows)
-    return Run(sum(row["time/step"] for row in rows), wall_s, cpu_s, lag)
+    return Run(sum(row["time/step"] for row in rows), cpu_s, lag)
 
 
 def main() -> None:
@@ -58,6 +56,8 @@ def main() -> None:
     if options.steps <= SHORT:
         parser.error(f"--steps must be more than {SHORT}, the steps of the short run")
     ratios, of_floor = [], []
+    print("| round | sync | fully_async | mean lag | sync / fully_async | step of fully_async | floor | step / floor |")
+    print("|---" * 8 + "|", flush=True)
     for number in range(1, options.rounds + 1):
         sync = run("sync", options.recipe, options.steps, options.overrides)
         ahead = run("fully_async", options.recipe, options.steps, options.overrides)
@@ -67,15 +67,11 @@ def main() -> None:
         floor_s = (ahead.cpu_s - short.cpu_s) / (options.steps - SHORT) / (os.cpu_count() or 1)
         of_floor.append(step_s / floor_s)
         print(
-            f"round {number}: {options.steps} steps  sync {sync.steps_s:.1f} s ({sync.wall_s:.1f} s with start-up)  "
-            f"fully_async {ahead.steps_s:.1f} s ({ahead.wall_s:.1f} s), mean lag {ahead.lag:.2f}  ratio {ratios[-1]:.2f}  "
-            f"a step {step_s * 1e3:.0f} ms, its floor {floor_s * 1e3:.0f} ms, ratio {of_floor[-1]:.2f}",
+            f"| {number} | {sync.steps_s:.1f} s | {ahead.steps_s:.1f} s | {ahead.lag:.2f} | {ratios[-1]:.2f} "
+            f"| {step_s * 1e3:.0f} ms | {floor_s * 1e3:.0f} ms | {of_floor[-1]:.2f} |",
             flush=True,
         )
-    print(
-        f"sync / fully_async: {statistics.median(ratios):.2f}; step / floor: {statistics.median(of_floor):.2f} "
-        f"(median of {options.rounds} rounds)"
-    )
+    print(f"| median | | | | **{statistics.median(ratios):.2f}** | | | **{statistics.median(of_floor):.2f}** |")
 
 
 if __name__ == "__main__":

@@ -91,9 +91,9 @@ def measure(strategy: str, backend: TrainingBackend, tokens: int, rounds: int, f
         [statistics.median(first for first, _ in times) for times in (plain, beside)],
     )
     print(
-        f"{strategy:<6} a checkpoint that is waited for takes {whole:.2f} s; one beside training blocks it for {free:.3f} s: "
-        f"{free / whole:.2f} of that. Forward and backward passes ({passes:.2f} s) take {slowed / passes:.2f} times as long "
-        f"meanwhile; an optimizer step {statistics.median(finish for _, finish in plain):.2f} s"
+        f"| `{strategy}` | {whole:.2f} s | {free:.3f} s | **{free / whole:.2f}** | {passes:.2f} s "
+        f"| {slowed / passes:.2f} times as long | {statistics.median(finish for _, finish in plain):.2f} s |",
+        flush=True,
     )
 
 
@@ -107,6 +107,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     size = options.hidden_size
+    print(
+        "| strategy | training waits | in the background: training blocked | ratio | forward and backward passes ",
+        end="",
+    )
+    print("| meanwhile | an optimizer step |")
+    print("|---" * 7 + "|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         shape = BuildModelConfig(

@@ -69,9 +69,10 @@ def main() -> None:
                 for what, took in (("write", written), ("read from memory", warm), ("read from disk", seconds(read))):
                     if number > 1:  # the first round allocates memory and files
                         times.setdefault((what, summed), []).append(took)
+    print("| | with checksums | without | ratio |\n|---|---|---|---|")
     for what in ("write", "read from disk", "read from memory"):
         summed, plain = (statistics.median(times[what, with_sums]) for with_sums in (True, False))
-        print(f"{what:<17} {summed:.3f} s with checksums, {plain:.3f} s without: {summed / plain:.2f} times as long")
+        print(f"| {what} | {summed:.3f} s | {plain:.3f} s | **{summed / plain:.2f}** |")
 
 
 if __name__ == "__main__":

@@ -182,7 +182,8 @@ def main() -> None:
 
 def compare_grammar(make: Callable[[], PreTrainedModel], requests: list[int], tokens: int) -> None:
     """Print what a grammar costs, in three clocks."""
-    print(f"{'requests':>8} {'clock':>8} {'token':>8} {'grammar adds':>13} {'speed left':>11}")
+    print("| requests | clock | a token | the grammar adds | speed left |")
+    print("|---" * 5 + "|", flush=True)
     clocks = {"wall": time.perf_counter, "thread": time.thread_time, "process": time.process_time}
     for number in requests:
         cores = [embedded_core(make, number, tokens, structured) for structured in (None, GUIDED)]
@@ -199,26 +200,24 @@ def compare_grammar(make: Callable[[], PreTrainedModel], requests: list[int], to
                         least[index, step] = np.minimum(least[index, step], took)
         per_token = least.sum(1) / (number * tokens) * 1e6
         for name, free, guided in zip(clocks, *per_token, strict=True):
-            adds = f"{guided - free:.1f} us"
-            print(f"{number:>8} {name:>8} {free:>5.0f} us {adds:>13} {free / guided:>11.2f}", flush=True)
+            print(f"| {number} | {name} | {free:.0f} us | {guided - free:.1f} us | {free / guided:.2f} |", flush=True)
 
 
 def compare_transformers(make: Callable[[], PreTrainedModel], requests: list[int], tokens: int, device: str) -> None:
     """Print the speed of the engine and of transformers."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    print(
-        f"{'requests':>8} {'embedded':>10} {'generate':>10} {'ratio':>6} {'continuous':>11} {'ratio':>6}   (tokens/s)"
-    )
+    print("| requests | embedded | `generate` | embedded / `generate` | continuous batching | embedded / continuous |")
+    print("|---" * 6 + "|", flush=True)
     for number in requests:
         size = (make, number, tokens)
         ours, fixed = tokens_per_second(embedded(*size), generate(*size), clock=clock)
-        line = f"{number:>8} {ours:>10,.0f} {fixed:>10,.0f} {ours / fixed:>6.2f}"
+        line = f"| {number} | {ours:,.0f} tokens/s | {fixed:,.0f} tokens/s | **{ours / fixed:.2f}** |"
         try:
             (paged,) = tokens_per_second(continuous_batching(*size), clock=clock, repeats=1)
-            line += f" {paged:>11,.0f} {ours / paged:>6.2f}"
+            line += f" {paged:,.0f} tokens/s | {ours / paged:.2f} |"
         except Exception as error:  # of any class: the comparison continues without transformers' batching
-            line += f"   does not run: {type(error).__name__}: {error}"
+            line += f" does not run: {type(error).__name__}: {error} | |"
         print(line, flush=True)
 
 

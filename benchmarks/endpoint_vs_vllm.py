@@ -221,8 +221,12 @@ def free_port() -> int:
 
 async def compare(ours: Served, theirs: Served, options: argparse.Namespace) -> None:
     """Alternate between the servers and print a row per kind of answer."""
-    print(f"{options.requests} in flight, {options.tokens} tokens each, width {options.width}, {options.rounds} rounds")
-    print("answers          tok/s ours  theirs  ratio   p99 ours  theirs  ratio   of the speed without a grammar")
+    print(
+        f"{options.requests} in flight, {options.tokens} tokens each, width {options.width}, {options.rounds} rounds\n"
+    )
+    head = ["answers", "tokens/s, ours / theirs", "ratio", "p99 latency, ours / theirs", "ratio"]
+    head += ["speed left by the grammar, ours / theirs"] if options.grammar else []
+    print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     servers, kinds = {"ours": ours, "theirs": theirs}, (False, True) if options.grammar else (False,)
     for stream in (False, True):
         rounds: dict[tuple[str, bool], list[Round]] = {}
@@ -238,11 +242,12 @@ async def compare(ours: Served, theirs: Served, options: argparse.Namespace) -> 
             mine, other = ("ours", guided), ("theirs", guided)
             label = f"{'stream' if stream else 'whole'}{', grammar' if guided else ''}"
             row = (
-                f"{label:15}  {speed[mine]:10.0f}  {speed[other]:6.0f}  {speed[mine] / speed[other]:5.2f}  "
-                f"{late[mine]:8.2f} s  {late[other]:4.2f} s  {late[mine] / late[other]:5.2f}"
+                f"| {label} | {speed[mine]:,.0f} / {speed[other]:,.0f} | **{speed[mine] / speed[other]:.2f}** "
+                f"| {late[mine]:.2f} / {late[other]:.2f} s | **{late[mine] / late[other]:.2f}** |"
             )
-            if guided:
-                row += "".join(f"   {name} {speed[name, True] / speed[name, False]:.2f}" for name in servers)
+            if options.grammar:
+                left = [f"{speed[name, True] / speed[name, False]:.2f}" for name in servers]
+                row += f" {' / '.join(left) if guided else ''} |"
             print(row, flush=True)
 
 

@@ -103,15 +103,14 @@ async def measure(requests: int, seconds: float) -> None:
         transport.close()
     capacity = statistics.median(one[len(one) // 2 :])
     recovered = next(index for index, rate in enumerate(one) if rate >= 0.9 * capacity)
-    print(
-        f"{requests} requests in flight: two engines {statistics.median(both):.0f} tokens/s; one of them killed, detected "
-        f"after {1e3 * detected_s:.0f} ms; the other sustains {capacity:.0f} tokens/s"
-    )
-    print(
-        f"first window of {WINDOW_S} s after the detection with 0.9 of that: number {recovered} "
-        f"(within {(recovered + 1) * WINDOW_S:.2f} s); first window / sustained: {one[0] / capacity:.2f}"
-    )
-    print(f"requests lost: {len(load.failures)}, cut short: {load.wrong}, finished: {finished}")
+    print("| | |\n|---|---|")
+    print(f"| requests in flight | {requests} |")
+    print(f"| two engines | {statistics.median(both):,.0f} tokens/s |")
+    print(f"| the loss of one is detected after | {1e3 * detected_s:.0f} ms |")
+    print(f"| the other sustains | {capacity:,.0f} tokens/s |")
+    print(f"| and reaches 0.9 of that within | {(recovered + 1) * WINDOW_S:.2f} s of the detection |")
+    print(f"| its first {WINDOW_S} s, over the sustained speed | **{one[0] / capacity:.2f}** |")
+    print(f"| requests finished, lost, cut short | {finished}, **{len(load.failures)}**, **{load.wrong}** |")
 
 
 def main() -> None:

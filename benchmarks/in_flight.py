@@ -192,6 +192,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--mode", choices=[mode.value for mode in PauseMode], default="keep")
     options = parser.parse_args()
+    print("| answers | in flight | memory of each | of that with the fewest | event-loop lag, median | p99 |")
+    print("|---" * 6 + "|", flush=True)
     for streams in (False, True):
         per_request = []
         for requests in options.requests:
@@ -202,10 +204,10 @@ def main() -> None:
                 ).result()
             per_request.append(kib)
             print(
-                f"{'streamed' if streams else 'whole'}, {requests} in flight, updates by {options.mode}: "
-                f"{kib:.1f} KiB each, event-loop lag median {median:.2f} ms, p99 {p99:.1f} ms"
+                f"| {'streamed' if streams else 'whole'} | {requests:,} | {kib:.1f} KiB | {kib / per_request[0]:.2f} "
+                f"| {median:.2f} ms | {p99:.1f} ms |",
+                flush=True,
             )
-        print(f"memory per request, most / fewest in flight: {per_request[-1] / per_request[0]:.2f}")
 
 
 def run(requests: int, seconds: float, mode: PauseMode, streams: bool) -> tuple[float, float, float]:

@@ -120,18 +120,21 @@ def _engine(kind: str, path: str, lora: LoraConfig | None) -> InferenceEngineInt
 
 
 def _report(kind: str, rank: int, sides: list[Side]) -> None:
+    print(f"| {kind}, rank {rank} | bytes | weight sync | gather | transfer | pause | tokens/s afterwards |")
+    print("|---" * 7 + "|")
     for side in sides:
+        times = [
+            f"{1e3 * side.median(name):.1f} ms" for name in ("whole", "time/gather", "time/transfer", "time/pause")
+        ]
         print(
-            f"{kind}, {side.name:<12} {side.num_bytes / 1e6:7.2f} MB, weight sync {1e3 * side.median('whole'):6.1f} ms "
-            f"(gather {1e3 * side.median('time/gather'):.1f}, transfer {1e3 * side.median('time/transfer'):.1f}, "
-            f"pause {1e3 * side.median('time/pause'):.1f}), then {statistics.median(side.tokens_per_s):,.0f} tok/s"
+            f"| {side.name} | {side.num_bytes / 1e6:.2f} MB | {' | '.join(times)} | {statistics.median(side.tokens_per_s):,.0f} |"
         )
     whole, adapter = sides
     print(
-        f"{kind}, rank {rank}: an adapter is {adapter.num_bytes / whole.num_bytes:.1%} of the bytes, "
-        f"{adapter.median('whole') / whole.median('whole'):.2f} of the weight sync, "
-        f"{adapter.median('time/pause') / whole.median('time/pause'):.2f} of the pause, and its engine samples at "
-        f"{statistics.median(adapter.tokens_per_s) / statistics.median(whole.tokens_per_s):.2f} of the speed"
+        f"| adapter / whole | **{adapter.num_bytes / whole.num_bytes:.3f}** "
+        f"| **{adapter.median('whole') / whole.median('whole'):.2f}** | | "
+        f"| **{adapter.median('time/pause') / whole.median('time/pause'):.2f}** "
+        f"| **{statistics.median(adapter.tokens_per_s) / statistics.median(whole.tokens_per_s):.2f}** |"
     )
 
 

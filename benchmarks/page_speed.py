@@ -125,13 +125,17 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
     events = len(EventReader(run / EVENTS).poll())
     groups = options.bars // (samples * 2)  # some responses have two turns, or two versions
     RecordedRun(folder / "runs" / "lanes-1", steps=6, groups=max(1, groups // 4), samples=samples)
+    print("| a run writes 500 events and a step per second | measured | goal |\n|---|---|---|", flush=True)
     async with serving(folder / "runs") as (url, server), browsing(folder / "profile") as browser:
         await browser.size(1400, 900)
         of_run = f"{url}#/run/long-1"
         await first_paint(browser, f"{of_run}/overview", OVERVIEW)  # the browser's own start
         for name, view, drawn in (("overview", "overview", OVERVIEW), ("timeline", "timeline", TIMELINE)):
             seconds = [await first_paint(browser, f"{of_run}/{view}", drawn) for _ in range(3)]
-            print(f"first paint, {name}, {events:,} events: {statistics.median(seconds):.2f} s", flush=True)
+            print(
+                f"| first paint of the {name}, {events:,} events | {statistics.median(seconds):.2f} s | 1 s |",
+                flush=True,
+            )
         await first_paint(browser, f"{url}#/run/lanes-1/timeline", TIMELINE)
         query = "fetch('api/timeline?run=lanes-1').then(one => one.json()).then(one => one.groups.reduce("
         query += "(sum, group) => sum + group.requests.reduce((all, request) => all + request[6].length, 0), 0))"
@@ -139,7 +143,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         times = await browser.value(PAN.replace("FRAMES", str(options.frames)))
         frames = [after - before for before, after in itertools.pairwise(times[10:])]
         rate = 1000 / statistics.fmean(frames)
-        print(f"frames, {bars:,} bars: {rate:.0f} per second; the slowest took {max(frames):.0f} ms", flush=True)
+        print(f"| frames of the timeline that pans over {bars:,} bars | {rate:.0f} per second | 30 |", flush=True)
+        print(f"| the slowest of them | {max(frames):.0f} ms | |", flush=True)
         await first_paint(browser, f"{of_run}/overview", OVERVIEW)
         delays = []
         for number in range(3):
@@ -148,14 +153,19 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
                 file.write(json.dumps({"step": steps + 1 + number, "reward/mean": 0.5}) + "\n")
             await browser.until(f"document.querySelector('header').innerText.includes('step {steps + 1 + number}')")
             delays.append(time.monotonic() - began)
-        print(f"live: a step is shown after {statistics.median(delays):.2f} s", flush=True)
-        for name, view in (("nobody", None), ("the overview", "overview"), ("the timeline", "timeline")):
+        print(f"| a step is shown after it was written | {statistics.median(delays):.2f} s | 1 s |", flush=True)
+        for name, view in (
+            ("nobody looks", None),
+            ("the overview is open", "overview"),
+            ("the timeline is open", "timeline"),
+        ):
             await browser.open("about:blank" if view is None else f"{of_run}/{view}")
             await asyncio.sleep(2.0)
             before, began = used_s(server), time.monotonic()
             await write(run, options.seconds)
             share = (used_s(server) - before) / (time.monotonic() - began)
-            print(f"server, {name} open: {share:.1%} of a core", flush=True)
+            goal = "" if view is None else "3 %"
+            print(f"| the page's server, {name} | {100 * share:.1f} % of a core | {goal} |", flush=True)
     async with watching(run) as (terminal, process):
         for key, name in ((b"1", "panel"), (b"2", "timeline")):
             await asyncio.sleep(5.0)  # it has started, or ended to draw the screen before
@@ -164,7 +174,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
             before, began = used_s(process), time.monotonic()
             await write(run, options.seconds)
             share = (used_s(process) - before) / (time.monotonic() - began)
-            print(f"watch, the {name} open: {share:.1%} of a core", flush=True)
+            print(f"| `skyrl-train watch` with its {name} | {100 * share:.1f} % of a core | 3 % |", flush=True)
 
 
 def main() -> None:

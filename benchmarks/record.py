@@ -1,14 +1,17 @@
 """Run a benchmark and keep what it prints, with the date, the commit and the load of the machine, for the documentation.
 
-    python benchmarks/record.py NAME [arguments of benchmarks/NAME.py]
+    python benchmarks/record.py [--as RECORD] NAME [arguments of benchmarks/NAME.py]
     python benchmarks/record.py embedded_engine --requests 1 16
+    python benchmarks/record.py --as endpoint_vs_vllm-logprobs endpoint_vs_vllm --logprobs
 
-Writes ``benchmarks/recorded/NAME.json``, in place of an earlier one. ``python docs/generate.py`` makes a page of all of them. A
-benchmark that fails is not recorded.
+Writes ``benchmarks/recorded/RECORD.json``, in place of an earlier one; RECORD is NAME without ``--as``. ``python
+docs/measurements.py`` shows the records in ``docs/benchmarks.md``. A benchmark that fails is not recorded. Paths in the arguments
+are replaced by FOLDER in the record.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -24,10 +27,12 @@ RECORDED = FOLDER / "recorded"
 
 
 def main() -> None:
-    if len(sys.argv) < 2 or not (FOLDER / f"{sys.argv[1]}.py").is_file():
-        names = sorted(path.stem for path in FOLDER.glob("*.py") if path != Path(__file__))
-        raise SystemExit(f"usage: record.py NAME [arguments]; NAME is one of {', '.join(names)}")
-    name, *arguments = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--as", dest="record", metavar="RECORD", help="of several records of one benchmark")
+    parser.add_argument("name", choices=sorted(path.stem for path in FOLDER.glob("*.py") if path != Path(__file__)))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    name, arguments = options.name, options.arguments
     before = os.getloadavg()[0]
     command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -35,7 +40,7 @@ def main() -> None:
     if done.returncode:
         raise SystemExit(f"benchmarks/{name}.py failed with exit code {done.returncode}; nothing was recorded.")
     row = {
-        "command": shlex.join(["python", f"benchmarks/{name}.py", *arguments]),
+        "command": shlex.join(["python", f"benchmarks/{name}.py", *map(without_folder, arguments)]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
         "machine": f"{os.cpu_count()} cores, {cpu()}, Python {platform.python_version()}, PyTorch {version('torch')}",
@@ -43,7 +48,12 @@ def main() -> None:
         "output": done.stdout,
     }
     RECORDED.mkdir(exist_ok=True)
-    (RECORDED / f"{name}.json").write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    (RECORDED / f"{options.record or name}.json").write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+
+
+def without_folder(argument: str) -> str:
+    """Return the argument, or in place of an absolute path a word: other machines have other folders."""
+    return "FOLDER" if Path(argument).is_absolute() else argument
 
 
 def commit() -> str:

@@ -233,7 +233,9 @@ def main() -> None:
     server.start()
     port = ours.recv()
     names = ["ours", *(["SkyRL"] if options.skyrl else [])]
-    print("in flight  tokens   " + "".join(f"{name:>7}: ms/request  KiB/request" for name in names) + "   ratios")
+    both = " / ".join(names)
+    print(f"| in flight | tokens | processor time of a request, {both} | ratio | memory of a request, {both} | ratio |")
+    print("|---" * 6 + "|", flush=True)
     for in_flight in options.in_flight:
         for tokens in options.tokens:
             found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -245,10 +247,12 @@ def main() -> None:
             medians = {
                 name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in found.items()
             }
-            line = "".join(f"{ms:19.3f} {kib:12.1f}" for ms, kib in medians.values())
-            if options.skyrl:
-                line += "".join(f"{a / b:8.2f}" for a, b in zip(medians["ours"], medians["SkyRL"], strict=True))
-            print(f"{in_flight:9} {tokens:7} {line}", flush=True)
+            line = f"| {in_flight:,} | {tokens} |"
+            for place, unit, digits in ((0, "ms", 2), (1, "KiB", 0)):
+                values = [medians[name][place] for name in names]
+                ratio = f"{values[0] / values[1]:.2f}" if options.skyrl else ""
+                line += f" {' / '.join(f'{value:.{digits}f}' for value in values)} {unit} | {ratio} |"
+            print(line, flush=True)
     server.terminate()
 
 

@@ -30,6 +30,12 @@ from pathlib import Path
 from typing import Any
 
 IMPORTS = "import torch, transformers; from transformers import AutoModelForCausalLM, AutoTokenizer"
+LABELS = {
+    "import": "`import torch, transformers`, and two names of it",
+    "help": "`skyrl-train --help`",
+    "plan": "`skyrl-train plan quickstart`",
+    "train": "the quickstart, until the first token",
+}
 PHASES = (
     "the command's own imports",
     "configuration, data and plan",
@@ -63,17 +69,17 @@ def main() -> None:
                     phases.append(json.loads(marks.read_text()))
                     found[name][-1] = (phases[-1][-1], found[name][-1][1])  # until the first token, not until the end
     bare = [wall for wall, _ in found["import"]]
-    print("command   wall   of the imports   processor")
+    print("| command | wall | of the imports | processor |\n|---|---|---|---|")
     for name in names:
         walls, processor = zip(*found[name], strict=True)
         ratio = statistics.median(wall / other for wall, other in zip(walls, bare, strict=True))
-        seconds = f"{statistics.median(walls):5.2f} s {ratio:16.2f} {statistics.median(processor):9.2f} s"
-        print(f"{name:7} {seconds}{', until the first token' if name == 'train' else ''}")
+        told = LABELS[name]
+        print(f"| {told} | {statistics.median(walls):.2f} s | {ratio:.2f} | {statistics.median(processor):.1f} s |")
     if phases:
-        print("train:")
+        print("\n| the start of the quickstart | wall |\n|---|---|")
         ends = [statistics.median(column) for column in zip(*phases, strict=True)]
         for phase, start, end in zip(PHASES, [0.0, *ends], ends, strict=False):
-            print(f"  {end - start:5.2f} s  {phase}")
+            print(f"| {phase} | {end - start:.2f} s |")
 
 
 def measured(command: list[str], marks: Path) -> tuple[float, float]:

@@ -21,6 +21,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,8 +119,8 @@ def main() -> None:
                 for label, result in results.items():
                     runs.setdefault(label, []).append(result)
                     found = [reached(result, target) for target in targets]
-                    print(f"{Path(recipe).stem}, seed {seed}, {label}: {found}", flush=True)
-        print(f"\n{Path(recipe).stem}, {steps} steps, {options.seeds} seeds\n")
+                    print(f"{Path(recipe).stem}, seed {seed}, {label}: {found}", file=sys.stderr, flush=True)
+        print(f"{Path(recipe).stem}, at most {steps} steps, {options.seeds} seeds\n")
         baselines = [label for label in ("TRL", "sync") if label in runs]
         head = ["reward", "trainer", "steps", "seconds", *(f"{label}'s seconds / own" for label in baselines)]
         print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")

@@ -53,14 +53,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         build_model_folder(BuildModelConfig(), model, seed=0)
-        print("rows    micro_batch_tokens  micro-batches  padded/real tokens  update CPU ms  forward_logprobs CPU ms")
+        print(
+            "| `micro_batch_tokens` | rows | micro-batches | padded / real tokens | update | packed / padded ", end=""
+        )
+        print("| forward log-probs | packed / padded |")
+        print("|---" * 8 + "|", flush=True)
         for budget in (128, 512, 2048, 16384):
             measured = {packing: Measured(str(model), budget, packing, updates) for packing in (False, True)}
             for step in range(1, updates + 1):  # in turns, so that other load on the machine affects both
                 for one in measured.values():
                     one.update(minibatch(step))
             for one in measured.values():
-                print(one.line(minibatch(updates)))
+                print(one.row(minibatch(updates), measured[False]), flush=True)
 
 
 class Measured:
@@ -81,15 +85,16 @@ class Measured:
         self._updates.append(middle - begin)
         self._forwards.append(time.process_time() - middle)
 
-    def line(self, batch: Minibatch) -> str:
+    def row(self, batch: Minibatch, padded: Measured) -> str:
         lengths = [len(sequence) for sequence in batch.sequences]
         rows = (pack_rows if self._packing else pad_rows)(lengths, self._budget)
-        padded = sum(max(lengths[i] for i in row) * len(row) for row in rows) / sum(lengths)
-        update_ms, forward_ms = (1e3 * statistics.median(values) for values in (self._updates, self._forwards))
-        return (
-            f"{'packed' if self._packing else 'padded'}  {self._budget:18d}  {len(rows):13d}  "
-            f"{1.0 if self._packing else padded:18.2f}  {update_ms:13.1f}  {forward_ms:23.1f}"
-        )
+        real = 1.0 if self._packing else sum(max(lengths[i] for i in row) * len(row) for row in rows) / sum(lengths)
+        line = f"| {self._budget} | {'packed' if self._packing else 'padded'} | {len(rows)} | {real:.2f} |"
+        for own, other in ((self._updates, padded._updates), (self._forwards, padded._forwards)):
+            mine = statistics.median(own)
+            ratio = f"{mine / statistics.median(other):.2f}" if self._packing else ""
+            line += f" {1e3 * mine:.0f} ms | {ratio} |"
+        return line
 
 
 if __name__ == "__main__":

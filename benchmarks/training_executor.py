@@ -35,17 +35,15 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=20, help="steps that are not counted")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    print("| recipe | round | thread | process | process / thread |\n|---|---|---|---|---|", flush=True)
     for recipe in options.recipes:
         ratios = []
         for number in range(1, options.rounds + 1):
             thread_s = seconds(recipe, "thread", options.steps, options.warmup)
             process_s = seconds(recipe, "process", options.steps, options.warmup)
             ratios.append(process_s / thread_s)
-            print(
-                f"{recipe}, round {number}: thread {thread_s:.1f} s, process {process_s:.1f} s, ratio {ratios[-1]:.2f}",
-                flush=True,
-            )
-        print(f"{recipe}: {statistics.median(ratios):.2f} (median of {options.rounds} rounds)", flush=True)
+            print(f"| `{recipe}` | {number} | {thread_s:.1f} s | {process_s:.1f} s | {ratios[-1]:.2f} |", flush=True)
+        print(f"| `{recipe}` | median | | | **{statistics.median(ratios):.2f}** |", flush=True)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ async def measure(updates: int, requests: int, modes: list[PauseMode]) -> None:
                 beyond.append(1e3 * (paused_s - engine.last_load_s))
                 version += 1
                 await asyncio.sleep(BETWEEN_S)
-            report(mode, requests, step_ms, beyond, loads)
+            report(mode, step_ms, beyond, loads)
         for task in load:
             task.cancel()
         await asyncio.gather(*load, return_exceptions=True)
@@ -82,13 +82,12 @@ async def serve(client: InferenceEngineClient) -> None:
         await client.generate(InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params=PARAMS))
 
 
-def report(mode: PauseMode, requests: int, step_ms: float, beyond: list[float], loads: list[float]) -> None:
+def report(mode: PauseMode, step_ms: float, beyond: list[float], loads: list[float]) -> None:
     median, worst = statistics.median(beyond), sorted(beyond)[int(0.95 * len(beyond))]
     allowed = step_ms + 10
     print(
-        f"{mode.value}: {requests} requests, decode step {step_ms:.1f} ms, load {statistics.median(loads):.1f} ms; paused beyond "
-        f"the load: median {median:.1f} ms, 95th percentile {worst:.1f} ms; of one step and 10 ms: ratio {median / allowed:.2f}, "
-        f"{worst / allowed:.2f}",
+        f"| `{mode.value}` | {step_ms:.1f} ms | {statistics.median(loads):.1f} ms | {median:.1f} ms | {worst:.1f} ms "
+        f"| **{median / allowed:.2f}** | {worst / allowed:.2f} |",
         flush=True,
     )
 
@@ -99,6 +98,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--modes", nargs="+", default=["keep", "recompute"], choices=[mode.value for mode in PauseMode])
     options = parser.parse_args()
+    print(
+        f"{options.requests} requests in flight, {options.updates} updates; the ratios are to one decode step and 10 ms\n"
+    )
+    print(
+        "| pause mode | decode step | load | paused beyond it, median | 95th percentile | ratio, median | 95th percentile |"
+    )
+    print("|---" * 7 + "|", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(measure(options.updates, options.requests, [PauseMode(mode) for mode in options.modes]))
 

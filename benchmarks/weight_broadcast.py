@@ -85,10 +85,10 @@ async def measure(engines: int, updates: int, requests: int, hidden_size: int, l
             await client.teardown()
             transport.close()
         print(
-            f"{engines} engines, {update.num_bytes / 1e6:.0f} MB, {requests} requests; medians of {updates}: plain copy "
-            f"{1e3 * statistics.median(plains):.0f} ms; transfer {1e3 * statistics.median(transfers):.0f} ms, "
-            f"{ratio(transfers, plains):.2f} times the plain copy; sync {1e3 * statistics.median(syncs):.0f} ms, "
-            f"{ratio(syncs, plains):.2f} times; pause {1e3 * statistics.median(pauses):.0f} ms"
+            "| engines | bytes | plain copy | transfer | transfer / plain copy | sync, with gather and load | pause |\n"
+            f"{'|---' * 7}|\n| {engines} | {update.num_bytes / 1e6:.0f} MB | {1e3 * statistics.median(plains):.0f} ms "
+            f"| {1e3 * statistics.median(transfers):.0f} ms | **{ratio(transfers, plains):.2f}** "
+            f"| {1e3 * statistics.median(syncs):.0f} ms | {1e3 * statistics.median(pauses):.0f} ms |"
         )
 
 

@@ -59,8 +59,9 @@ async def measure(updates: int, requests: int, mode: PauseMode) -> None:
         transport.close()
     engine_ms, client_ms = 1e3 * statistics.median(direct), 1e3 * statistics.median(through_client)
     print(
-        f"{mode.value}: pause + load + resume with {requests} requests in flight: engine {engine_ms:.2f} ms, through the client "
-        f"{client_ms:.2f} ms; the client adds {client_ms - engine_ms:.2f} ms (ratio {client_ms / engine_ms:.2f})"
+        f"| `{mode.value}` | {engine_ms:.2f} ms | {client_ms:.2f} ms | {client_ms - engine_ms:.2f} ms "
+        f"| {client_ms / engine_ms:.2f} |",
+        flush=True,
     )
 
 
@@ -80,6 +81,9 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=50)
     parser.add_argument("--requests", type=int, default=64)
     options = parser.parse_args()
+    print(f"{options.requests} requests in flight, medians of {options.updates} updates\n")
+    print("| pause mode | engine alone: pause, load, resume | through the client | the client adds | ratio |")
+    print("|---" * 5 + "|", flush=True)
     for mode in (PauseMode.KEEP, PauseMode.RECOMPUTE):
         asyncio.run(measure(options.updates, options.requests, mode))
 

@@ -106,7 +106,13 @@ async def measure(updates: int, requests: int, hidden_size: int) -> None:
         )
         model = load_model(path, "float32", "cpu")
         megabytes = sum(parameter.nbytes for parameter in model.parameters()) / 1e6
-        print(f"{megabytes:.0f} MB of weights, 1 word in {CHANGED_WORDS} changes")
+        print(f"{megabytes:.0f} MB of weights, 1 word in {CHANGED_WORDS} changes, {requests} requests in flight\n")
+        print(
+            "| transport | trainer waits over gather, with `overlap_weight_sync` | without | engine idle over load ",
+            end="",
+        )
+        print("| gather | transfer | pause | idle | load |")
+        print("|---" * 9 + "|", flush=True)
         kinds: dict[str, Callable[[], WeightTransport]] = {
             "shared_memory": SharedMemoryTransport,
             "disk": lambda: DiskTransport(f"{folder}/disk"),
@@ -157,9 +163,9 @@ def _report(name: str, rows: dict[bool, list[Row]]) -> None:
     )
     beyond = statistics.median(row.idle / row.load for row in both)
     print(
-        f"{name:<14} the trainer waits {overlapped:.2f} times as long as gather takes, without overlap {without:.2f} times; "
-        f"the engine is idle {beyond:.2f} times as long as load takes; gather {gather:.1f} ms, transfer {transfer:.1f} ms, "
-        f"pause {pause:.1f} ms, idle {idle:.1f} ms, load {load:.1f} ms"
+        f"| `{name}` | **{overlapped:.2f}** | {without:.2f} | **{beyond:.2f}** | {gather:.1f} ms | {transfer:.1f} ms "
+        f"| {pause:.1f} ms | {idle:.1f} ms | {load:.1f} ms |",
+        flush=True,
     )
 
 

@@ -16,8 +16,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 QUICK = [
     ("checkpoint_checksums --megabytes 2 --rounds 1", "read from disk"),
     ("driver_cost --groups 20 --samples 1 --tokens 16 --policies accept", "| `accept` | **"),
-    ("embedded_engine --requests 1 --tokens 2", "1  "),
-    ("embedded_engine --requests 2 --tokens 4 --grammar", "2  process"),
+    ("embedded_engine --requests 1 --tokens 2", "| 1 | "),
+    ("embedded_engine --requests 2 --tokens 4 --grammar", "| 2 | process |"),
     ("record_cost --groups 20 --samples 1 --tokens 16 --rounds 1", "| 1 | 100 | "),
     ("gpu_weight_sync --dry --updates 1", "embedded dry shared_memory: "),
     ("gpu_attention --dry --output attention.json", "| 256 | 1 | "),
@@ -27,57 +27,57 @@ QUICK = [
     ),
 ]
 SLOW = [
-    ("weight_sync --updates 2 --requests 2", "recompute: pause + load + resume"),
-    ("token_budget --updates 1", "packed               16384"),
+    ("weight_sync --updates 2 --requests 2", "| `recompute` |"),
+    ("token_budget --updates 1", "| 16384 | packed |"),
     (
         "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies local",
-        "beside training blocks",
+        "| `local` |",
     ),
     ("modes --steps 2 --cases 2", "| fully_async, streaming | 3 + 1 |"),
     ("staleness_price throughput --batch 2 --steps 12 --tails 2 --slots 1", "| 2 | 1 | training-bound | `mask` |"),
     ("staleness_price depth --batch 2 --steps 12 --tails 2", "| 2 | training-bound | "),
-    ("training_executor --recipes quickstart --steps 2 --warmup 1 --rounds 1", "median of 1 rounds"),
-    ("async_vs_sync --steps 12 --rounds 1 trainer.policy_mini_batch_size=2", "median of 1 rounds"),
+    ("training_executor --recipes quickstart --steps 2 --warmup 1 --rounds 1", "| median |"),
+    ("async_vs_sync --steps 12 --rounds 1 trainer.policy_mini_batch_size=2", "| median |"),
     (
         "checkpoint_blocking --rounds 1 --hidden-size 64 --layers 1 --tokens 8 --strategies fsdp2",
-        "beside training blocks",
+        "| `fsdp2` |",
     ),
     (
         "control_scale --agents 2 --turns 2 --groups 20 --on-agents 64 --engines 4 --actors 0 2",
         "| in rollout actors | control process | ",
     ),
-    ("engine_loss --requests 4 --seconds 1", "requests lost: 0, cut short: 0"),
-    ("in_flight --requests 20 --seconds 1", "memory per request"),
+    ("engine_loss --requests 4 --seconds 1", ", **0**, **0** |"),
+    ("in_flight --requests 20 --seconds 1", "| streamed | 20 |"),
     ("learning trainer.max_steps=2 --recipes quickstart --seeds 0", "| `quickstart` | 0 | 2 |"),
-    ("lora_weight_sync --hidden-size 64 --layers 1 --updates 2", "of the bytes"),
-    ("page_speed --events 2000 --bars 50 --frames 30 --seconds 2", "watch, the timeline open: "),
-    ("packing --updates 1 --methods tiles", "tiles  "),
+    ("lora_weight_sync --hidden-size 64 --layers 1 --updates 2", "| adapter / whole |"),
+    ("page_speed --events 2000 --bars 50 --frames 30 --seconds 2", "| `skyrl-train watch` with its timeline |"),
+    ("packing --updates 1 --methods tiles", "| tiles |"),
     (
         "policy_learning --out rows --tasks guess_number --policies mask --bounds 1 --seeds 0 --steps 10",
         "| `guess_number` | 1 |",
     ),
     ("simulation_error --steps 16", "| in turns | "),
-    ("start_up --rounds 1", "until the first token"),
-    ("remote_wire --in-flight 2 --tokens 2 --rounds 1", "        2       2 "),
+    ("start_up --rounds 1", "| first weight sync and tokens |"),
+    ("remote_wire --in-flight 2 --tokens 2 --rounds 1", "| 2 | 2 | "),
     (
         f"time_to_reward --without-trl --recipes {BENCHMARKS}/spell_backward.yaml --modes sync --seeds 1 --steps 10 --targets 0 "
         "--taught-loss 9 trainer.policy_mini_batch_size=2",
         "| 0.0 | sync | 10 (",
     ),
-    ("weight_transports --updates 2 --requests 2 --hidden-size 64", "gloo  "),
+    ("weight_transports --updates 2 --requests 2 --hidden-size 64", "| `gloo` |"),
 ]
 VLLM = [  # on a CPU, vLLM's attention has no heads below a size of 32
-    ("endpoint_vs_vllm --requests 2 --tokens 4 --rounds 1 --width 128", "stream  "),
+    ("endpoint_vs_vllm --requests 2 --tokens 4 --rounds 1 --width 128", "| stream |"),
     ("gpu_weight_sync --dry --engine vllm --updates 1", "vllm dry shared_memory: "),
-    ("lora_weight_sync --engine vllm --hidden-size 128 --layers 1 --updates 2", "of the bytes"),
+    ("lora_weight_sync --engine vllm --hidden-size 128 --layers 1 --updates 2", "| adapter / whole |"),
     ("first_gpu_run --dry --only engine,loop --limit engine=500 --limit loop=500", "loop       PASS"),
-    ("weight_broadcast --updates 1 --hidden-size 128 --layers 1", "times the plain copy"),
+    ("weight_broadcast --updates 1 --hidden-size 128 --layers 1", "| transfer / plain copy |"),
     ("vllm_load --layers 1 --rounds 1", "in place / vLLM's reload: "),
-    ("vllm_weight_sync --updates 2 --requests 2 --modes recompute", "recompute: 2 requests"),
+    ("vllm_weight_sync --updates 2 --requests 2 --modes recompute", "| `recompute` |"),
 ]
 PEERS = ("against_peers --batch 4 --steps 8 --tails 2 --bounds 1", "| 2 | training-bound | 1 |")
 TRL = [
-    ("against_trl --python {python} --steps 2 --warmup 0 --rounds 1", "of TRL's in the same round"),
+    ("against_trl --python {python} --steps 2 --warmup 0 --rounds 1", "| median | fully_async |"),
     ("time_to_reward --python {python} --recipes quickstart --seeds 1 --steps 10 --targets 0", "| 0.0 | TRL | 10 ("),
 ]
 
@@ -144,8 +144,9 @@ def test_a_recorded_benchmark_has_its_output_date_commit_and_load(tmp_path: Path
     assert len(row["load"]) == 2
 
     (tmp_path / "short.py").write_text("print('other')\n")
-    subprocess.run([*record, "short"], capture_output=True, check=True)
-    row = json.loads((tmp_path / "recorded" / "short.json").read_text())
+    subprocess.run([*record, "--as", "short-other", "short", "--at", str(tmp_path)], capture_output=True, check=True)
+    row = json.loads((tmp_path / "recorded" / "short-other.json").read_text())
+    assert row["command"] == "python benchmarks/short.py --at FOLDER"
     assert row["commit"].endswith(" with changes")
     assert row["output"] == "other\n"
 
