@@ -123,9 +123,16 @@ def resolve(
     )
 
 
-def unfinished_warmups(plan: Plan) -> Iterator[str]:
-    """Yield a sentence for each warm-up that is longer than the run, as in a short trial of a recipe."""
+def length_warnings(plan: Plan) -> Iterator[str]:
+    """Yield a sentence for each setting that the number of steps leaves without effect: a warm-up that is longer than the run, as
+    in a short trial of a recipe, and epochs that the run goes beyond."""
     trainer, steps = plan.config.trainer, plan.total_steps
+    passes = 0.0 if plan.dataset_len is None else steps * plan.policy_mini_batch_size / plan.dataset_len
+    if trainer.epochs != 1 and passes > trainer.epochs:
+        yield (
+            f"trainer.epochs={trainer.epochs} with trainer.max_steps={steps}, which alone ends the run, after {passes:.1f} "
+            "epochs. Set trainer.max_steps=null, or leave trainer.epochs out."
+        )
     optimizers = {"policy": trainer.policy.optimizer_config}
     if derive.needs_critic(trainer.algorithm):
         optimizers["critic"] = trainer.critic.optimizer_config

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from skyrl_train.config import derive
 from skyrl_train.config.memory import MemoryWarnings, memory_warnings, this_machine
-from skyrl_train.config.plan import Plan, resolve, unfinished_warmups
+from skyrl_train.config.plan import Plan, length_warnings, resolve
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.environments.base import PromptRecord
@@ -87,7 +87,7 @@ def print_warnings(inputs: RunInputs, console: Console, *, strict: bool) -> None
         console.print(f"data: {note}", markup=False, highlight=False, soft_wrap=True)
     warnings = [
         *inputs.plan.warnings,
-        *unfinished_warmups(inputs.plan),
+        *length_warnings(inputs.plan),
         *(f"memory does not suffice: {warning}" for warning in inputs.memory.insufficient),
         *(f"memory may not suffice: {warning}" for warning in inputs.memory.tight),
     ]

@@ -19,7 +19,7 @@ from skyrl_train.algorithms.reductions import REDUCTIONS
 from skyrl_train.config import derive
 from skyrl_train.config.keys import _limits, _types
 from skyrl_train.config.model_shape import model_shape
-from skyrl_train.config.plan import Plan, resolve, unfinished_warmups
+from skyrl_train.config.plan import Plan, length_warnings, resolve
 from skyrl_train.config.schema import FullyAsyncConfig, ModelConfig, OneOf, RunConfig, TrainerMode
 from skyrl_train.config.validate import Validation, raise_errors, validate
 from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
@@ -670,17 +670,28 @@ def test_the_description_names_the_staleness_policys_guarantee() -> None:
 def test_a_shortened_run_says_that_its_warm_up_is_longer() -> None:
     plan = resolve(settings("trainer.max_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=10"), 100)
     assert "warm-up 10 steps, which this run does not reach the end of" in plan.describe()
-    (warning,) = unfinished_warmups(plan)
+    (warning,) = length_warnings(plan)
     assert "num_warmup_steps=10, and the run has 3 steps" in warning
     critic = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.optimizer_config.num_warmup_steps=4"]
-    (warning,) = unfinished_warmups(resolve(settings("trainer.max_steps=3", *critic), 100))
+    (warning,) = length_warnings(resolve(settings("trainer.max_steps=3", *critic), 100))
     assert warning.startswith("trainer.critic.optimizer_config.num_warmup_steps=4")
     exact = resolve(settings("trainer.max_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=3"), 100)
-    assert [*unfinished_warmups(exact)] == []
+    assert [*length_warnings(exact)] == []
     # A trial of a recipe may be short: it is printed, and no error with --strict.
     printed = StringIO()
     print_warnings(load_inputs(settings("trainer.max_steps=3", base="quickstart")), Console(file=printed), strict=True)
     assert "num_warmup_steps=10, and the run has 3 steps" in printed.getvalue()
+
+
+def test_a_run_that_goes_beyond_its_epochs_says_so() -> None:
+    def warnings(*overrides: str) -> list[str]:
+        return [*length_warnings(resolve(settings(f"{MINIBATCH}=10", *overrides), 100))]
+
+    (warning,) = warnings("trainer.epochs=3", "trainer.max_steps=31")
+    assert "trainer.epochs=3 with trainer.max_steps=31, which alone ends the run, after 3.1 epochs" in warning
+    assert warnings("trainer.epochs=3", "trainer.max_steps=30") == []  # a trial, or just as long
+    assert warnings("trainer.epochs=3") == []
+    assert warnings("trainer.max_steps=31") == []  # nobody asked for one epoch
 
 
 @pytest.mark.parametrize(
