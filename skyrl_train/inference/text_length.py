@@ -12,6 +12,11 @@ CHARACTERS_PER_TOKEN = 128
 LONG_TEXT = 20_000  # characters; encoding them takes some milliseconds
 
 
+def longest_context(context: int) -> str:
+    """Return the words of OpenAI and vLLM for the context: client libraries look for them to tell a prompt that is too long."""
+    return f"this model's maximum context length is {context} tokens"
+
+
 def characters(value: Any, enough: int) -> int:
     """Count the characters of all texts in ``value`` (JSON), and 1 for each other value. Stops beyond ``enough``."""
     count, waiting = 0, [value]
@@ -50,7 +55,7 @@ def check_counts(body: Mapping[str, Any], context: int) -> None:
 def _check_count(value: Any, context: int, param: str) -> None:
     if isinstance(value, list) and len(value) > context:
         raise DialectError(
-            f"{param} has {len(value)} entries, more than the context of {context} tokens. Send fewer.",
+            f"{param} has {len(value)} entries, and {longest_context(context)}. Send fewer.",
             param,
             "context_length_exceeded",
         )
@@ -65,7 +70,7 @@ def check_characters(value: Any, context: int, param: str) -> None:
     most = context * CHARACTERS_PER_TOKEN
     if characters(value, most) > most:
         raise DialectError(
-            f"{param} has more than {most} characters, which a context of {context} tokens never holds. Send less.",
+            f"{param} has more than {most} characters, and {longest_context(context)}. Send less.",
             param,
             "context_length_exceeded",
         )

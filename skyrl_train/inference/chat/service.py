@@ -30,7 +30,7 @@ from skyrl_train.inference.grammar import check_grammar
 from skyrl_train.inference.interface import SamplingParams, StopReason
 from skyrl_train.inference.openai.errors import DialectError
 from skyrl_train.inference.requests import Generation, GenerationRequest, GenerationService
-from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, LONG_TEXT, characters
+from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, LONG_TEXT, characters, longest_context
 from skyrl_train.runtime.concurrency import gather_or_cancel, merged
 
 # A long response is parsed in slices of this many tokens (some milliseconds each), so that the event loop runs in between.
@@ -181,8 +181,7 @@ class ChatService:
         count = characters([messages, tools], most)
         if count > most:
             raise RequestError(
-                f"The conversation has more than {most} characters, which a context of {context} tokens never holds. "
-                "Shorten it."
+                f"The conversation has more than {most} characters, and {longest_context(context)}. Shorten it."
             )
         return count
 
@@ -202,8 +201,8 @@ class ChatService:
                     count += len(self.renderer.encode(str(text)[start : start + _SLICE_CHARACTERS]))
                     if count > _CONTEXTS_COUNTED * context:
                         raise RequestError(
-                            f"The conversation has more than {_CONTEXTS_COUNTED * context} tokens, and the context "
-                            f"{context}. Shorten the conversation."
+                            f"The conversation has more than {_CONTEXTS_COUNTED * context} tokens, and "
+                            f"{longest_context(context)}. Shorten the conversation."
                         )
         return messages
 
@@ -219,14 +218,14 @@ class ChatService:
         params, room = request.params, context - prompt_tokens
         if room < 1:
             raise RequestError(
-                f"The prompt has {prompt_tokens} tokens and leaves no room in a context of {context} tokens. Shorten "
-                "the conversation, or raise the context: in a training run, generator.max_input_length."
+                f"The prompt is too long: it has {prompt_tokens} tokens, and {longest_context(context)}. Shorten the "
+                "conversation, or raise the context: in a training run, generator.max_input_length."
             )
         wanted = max(request.max_tokens or 1, params.min_tokens)
         if wanted > room:
             raise RequestError(
-                f"The prompt has {prompt_tokens} tokens and {wanted} are asked for, beyond the context of {context} "
-                f"tokens. Ask for at most {room} or shorten the conversation."
+                f"The prompt has {prompt_tokens} tokens and {wanted} are asked for, and {longest_context(context)}. Ask for at "
+                f"most {room} or shorten the conversation."
             )
         params = await self._guided(request, plan.prompt_token_ids)
         if session is not None:

@@ -27,7 +27,7 @@ from skyrl_train.inference.openai.chat import DONE
 from skyrl_train.inference.openai.dialect import Frame, ResponseContext, TokenTexts, training_data, usage
 from skyrl_train.inference.openai.errors import DialectError, openai_error
 from skyrl_train.inference.requests import Generation, GenerationChunk, GenerationRequest, GenerationService
-from skyrl_train.inference.text_length import LONG_TEXT, check_characters
+from skyrl_train.inference.text_length import LONG_TEXT, check_characters, longest_context
 from skyrl_train.runtime.concurrency import gather_or_cancel, merged
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ class CompletionRun:
             token_ids = await encode_prompt(self._client, prompt)
             if len(token_ids) + max(least, asked.min_tokens) > context:
                 raise DialectError(
-                    f"The prompt has {len(token_ids)} tokens; with max_tokens={least} that is beyond the context of {context}.",
+                    f"The prompt has {len(token_ids)} tokens and max_tokens is {least}, and {longest_context(context)}.",
                     "max_tokens",
                     "context_length_exceeded",
                 )
