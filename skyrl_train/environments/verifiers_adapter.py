@@ -13,8 +13,10 @@ import asyncio
 import functools
 import importlib.util
 import json
+import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from skyrl_train.config.import_path import import_name
@@ -36,9 +38,17 @@ def verifiers_environment(name: str, kwargs: Mapping[str, Any]) -> EnvironmentFa
     environment = _load(name, json.dumps(dict(kwargs), sort_keys=True))
 
     def generate_prompts(count: int, seed: int) -> list[PromptRecord]:
+        try:
+            rows = environment.get_dataset(n=count, seed=seed)
+        except Exception as error:  # it may build them now
+            raise ConfigError(
+                f"environment.env_class='verifiers:{name}' gives no training set: {type(error).__name__}: {error}"
+            ) from error
         records = []
-        for index, row in enumerate(environment.get_dataset(n=count, seed=seed)):
+        for index, row in enumerate(rows):
             prompt = row.pop("prompt")
+            if isinstance(prompt, str):
+                row, prompt = {**row, "prompt": prompt}, [{"role": "user", "content": prompt}]
             records.append(
                 PromptRecord(
                     uid=f"{name}-{seed}-{index}",
@@ -58,9 +68,8 @@ def verifiers_environment(name: str, kwargs: Mapping[str, Any]) -> EnvironmentFa
     return EnvironmentFactory(f"verifiers:{name}", make, generate_prompts=generate_prompts)
 
 
-@functools.cache
 def _load(name: str, kwargs: str) -> Any:
-    """Return the ``verifiers.Environment`` with the arguments ``kwargs``, a JSON object. Each process loads it once."""
+    """Return the ``verifiers.Environment`` with the arguments ``kwargs``, a JSON object. Each process loads it once per run."""
     setting = f"environment.env_class='verifiers:{name}'"
     if importlib.util.find_spec("verifiers") is None:
         raise ConfigError(
@@ -74,13 +83,11 @@ def _load(name: str, kwargs: str) -> Any:
             f"{setting} needs a version of verifiers with load_environment(); {verifiers.__version__} has none. Install "
             "one: pip install 'verifiers<0.4'"
         )
+    _keep_signal_handlers()
+    # Of a file, each run has another function: the file may have changed since the last run of this process.
+    function = import_name(f"{name}:load_environment", setting, "function") if name.endswith(".py") else None
     try:
-        if name.endswith(".py"):
-            environment = import_name(f"{name}:load_environment", setting, "function")(**json.loads(kwargs))
-        else:
-            environment = verifiers.load_environment(name, **json.loads(kwargs))
-    except ConfigError:
-        raise
+        environment = _made(name, function, kwargs)
     except Exception as error:  # its code may raise anything
         raise ConfigError(f"{setting} cannot be loaded with environment.kwargs={kwargs}: {error}") from error
     if environment.requires_group_rollouts:
@@ -89,6 +96,26 @@ def _load(name: str, kwargs: str) -> Any:
             "functions out of its rubric, and set rollout.stages.reward.function to a function that scores groups."
         )
     return environment
+
+
+@functools.cache
+def _keep_signal_handlers() -> None:
+    """Keep environments from replacing the handlers of SIGINT and SIGTERM, which are the trainer's.
+
+    In a rollout actor, which loads them beside its main thread, that is even an error.
+    """
+    from verifiers.envs import environment
+
+    vars(environment)["signal"] = SimpleNamespace(**{**vars(signal), "signal": lambda number, handler: None})
+
+
+@functools.cache
+def _made(name: str, function: Callable[..., Any] | None, kwargs: str) -> Any:
+    """Return what ``function`` returns for ``kwargs``, or else the installed environment ``name``."""
+    import verifiers
+
+    arguments = json.loads(kwargs)
+    return verifiers.load_environment(name, **arguments) if function is None else function(**arguments)
 
 
 @functools.cache
@@ -123,7 +150,7 @@ async def run(prompt: list[dict[str, Any]], base_url: str, api_key: str, extras:
         http = DefaultAsyncHttpxClient(verify=base_url.startswith("https:"))
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http, timeout=None) as client:
             output: dict[str, Any] = await environment.run_rollout(
-                {**extras["row"], "prompt": prompt}, OpenAIChatCompletionsClient(client), "policy", {}
+                {"prompt": prompt, **extras["row"]}, OpenAIChatCompletionsClient(client), "policy", {}
             )
         return output
 

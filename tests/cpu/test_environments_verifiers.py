@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,17 @@ from scripted import EOS, ScriptedEngine
 from test_tutorials import SHORT, blocks
 
 import skyrl_train
+from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.plan import resolve
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.entrypoints.command_line import main
+from skyrl_train.environments.base import PromptRecord
 from skyrl_train.environments.registry import resolve_environment
 from skyrl_train.environments.verifiers_adapter import AGENT
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.validation import to_samples
 from skyrl_train.models.tiny import character_tokenizer
-from skyrl_train.types import BatchMetadata, GeneratorInput, TrajectoryID
+from skyrl_train.types import BatchMetadata, GeneratorInput, GeneratorOutput, TrajectoryID
 
 pytest.importorskip("verifiers")
 
@@ -38,6 +42,20 @@ def factory(**kwargs: Any) -> Any:
     return resolve_environment(EnvironmentConfig(env_class=f"verifiers:{FILE}", kwargs=kwargs))
 
 
+async def rollouts(records: Sequence[PromptRecord], engine: ScriptedEngine) -> GeneratorOutput:
+    async with harness(engine=engine, tokenizer=TOKENIZER, agent=AGENT) as it:
+        return await it.generator.generate(
+            GeneratorInput(
+                prompts=[record.prompt for record in records],
+                env_classes=["verifiers"] * len(records),
+                env_extras=[record.env_extras for record in records],
+                sampling_params=None,
+                trajectory_ids=[TrajectoryID("p", index) for index in range(len(records))],
+                batch_metadata=BatchMetadata(1, "train", tuple(range(len(records)))),
+            )
+        )
+
+
 async def test_an_environment_makes_the_prompts_talks_over_several_turns_and_scores_them() -> None:
     made = factory(kind="multi", digits=5)
     records = made.generate_prompts(4, 7)
@@ -51,18 +69,7 @@ async def test_an_environment_makes_the_prompts_talks_over_several_turns_and_sco
         # The right digit of the first record at each turn.
         return EOS if seen[-1] in tokens("0123456789") else tokens(answers[0])[0]
 
-    engine = ScriptedEngine(guesses, free_running=True)
-    async with harness(engine=engine, tokenizer=TOKENIZER, agent=AGENT) as it:
-        output = await it.generator.generate(
-            GeneratorInput(
-                prompts=[record.prompt for record in records[:2]],
-                env_classes=["verifiers"] * 2,
-                env_extras=[record.env_extras for record in records[:2]],
-                sampling_params=None,
-                trajectory_ids=[TrajectoryID("p", index) for index in range(2)],
-                batch_metadata=BatchMetadata(1, "train", (1, 2)),
-            )
-        )
+    output = await rollouts(records[:2], ScriptedEngine(guesses, free_running=True))
     right, wrong = to_samples(output, 2)
     turn = [*tokens(answers[0]), EOS]
     assert (right.reward, wrong.reward) == (1.0, 0.0)
@@ -74,7 +81,49 @@ async def test_an_environment_makes_the_prompts_talks_over_several_turns_and_sco
     assert metrics["environment/num_turns"] == 3 and metrics["environment/exact"] == 0.5
 
 
+async def test_a_conversation_that_outgrows_the_context_is_scored_as_it_is() -> None:
+    [record] = factory(kind="multi", digits=1).generate_prompts(1, 7)
+
+    def guesses(seen: Sequence[int], seed: int) -> int:
+        return EOS if seen[-1] in tokens("0") else tokens("0")[0]
+
+    # The prompts of the turns have 1, 4 and 7 tokens.
+    output = await rollouts([record], ScriptedEngine(guesses, max_model_len=6, free_running=True))
+    [sample] = to_samples(output, 1)
+    assert sample.sequences[0].response_ids == [*tokens("0"), EOS, *tokens("!"), *tokens("0"), EOS]
+    assert sample.reward == 1.0
+
+
+async def test_a_prompt_may_be_text() -> None:
+    [record] = factory(kind="text").generate_prompts(1, 7)
+    assert record.prompt == [{"role": "user", "content": "?"}]
+    engine = ScriptedEngine(lambda seen, seed: EOS if len(seen) > 1 else tokens("3")[0], free_running=True)
+    output = await rollouts([record], engine)
+    [sample] = to_samples(output, 1)
+    assert sample.sequences[0].prompt_token_ids == tokens("?") and sample.reward == 1.0
+
+
+async def test_a_rollout_actor_may_load_an_environment_and_signals_stay_the_trainers() -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    await asyncio.to_thread(factory, kind="single", digits=9)  # an actor runs rollouts beside its main thread
+    factory(kind="single", digits=8)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_file_that_has_changed_since_the_last_run_is_loaded_again(tmp_path: Path) -> None:
+    file = tmp_path / "changing_environment.py"
+    questions = []
+    for question in ("?", "!!"):  # of two lengths, because Python compares time and size of a file with its bytecode
+        file.write_text(Path(FILE).read_text().replace('"question": "?"', f'"question": "{question}"'))
+        forget_files()  # as each run does
+        made = resolve_environment(EnvironmentConfig(env_class=f"verifiers:{file}"))
+        questions += [record.prompt[-1]["content"] for record in made.generate_prompts(1, 7)]
+    assert questions == ["?", "!!"]
+
+
 def test_an_environment_that_cannot_be_used_is_an_error_before_the_run() -> None:
+    with pytest.raises(ConfigError, match="gives no training set: ValueError: dataset is not set"):
+        factory(kind="evaluation").generate_prompts(1, 7)
     with pytest.raises(ConfigError, match="scores the rollouts of a prompt together"):
         factory(kind="group")
     with pytest.raises(ConfigError, match=r"cannot be loaded with environment\.kwargs=.*unexpected keyword"):

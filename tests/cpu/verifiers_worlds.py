@@ -42,6 +42,10 @@ def load_environment(kind: str = "single", digits: int = 10) -> vf.Environment:
     rubric = vf.Rubric(funcs=[by_group if kind == "group" else exact, length], weights=[1.0, 0.0])
     if kind == "multi":
         return Guess(dataset=rows(digits), rubric=rubric, max_turns=3)
+    if kind == "text":
+        return vf.SingleTurnEnv(dataset=Dataset.from_list([{"prompt": "?", "answer": "3"}]), rubric=rubric)
+    if kind == "evaluation":
+        return vf.SingleTurnEnv(eval_dataset=rows(digits), rubric=rubric)
     if kind == "tool":
         return vf.ToolEnv(tools=[compare], dataset=rows(digits), rubric=rubric, max_turns=3)
     return vf.SingleTurnEnv(dataset=rows(digits), system_prompt="=", rubric=rubric)
