@@ -82,7 +82,8 @@ class GymGenerator(GeneratorInterface):
         self._tokenizer = tokenizer
         self._config = generator_config
         self._renderer = ChatRenderer.configured(generator_config, tokenizer, model_path)
-        self._factories = {environment_config.env_class: resolve_environment(environment_config)}
+        self._own = resolve_environment(environment_config)
+        self._factories = {environment_config.env_class: self._own}
         self._environment_threads: list[DaemonThreadPool] = []  # that wait for an episode
 
     async def aclose(self) -> None:
@@ -103,7 +104,9 @@ class GymGenerator(GeneratorInterface):
         # Resolve every environment before a trajectory begins: an unknown name then wastes no sampling.
         for env_class in input_batch["env_classes"]:
             if env_class not in self._factories:
-                self._factories[env_class] = resolve_environment(EnvironmentConfig(env_class=env_class))
+                factory = resolve_environment(EnvironmentConfig(env_class=env_class))
+                # A row of SkyRL names skyrl_gym:gsm8k, with the run's settings, by its plain id.
+                self._factories[env_class] = self._own if factory.name == self._own.name else factory
         # One failed trajectory fails the group, so the others are cancelled instead of sampled in vain.
         trajectories = await gather_or_cancel(
             self._run_trajectory(prompt, self._factories[env_class], extras, trajectory_id, sampling, seed)

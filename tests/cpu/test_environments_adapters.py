@@ -6,10 +6,12 @@ import importlib.util
 import os
 import random
 import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import DictConfig
 
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.environments import reasoning_gym_adapter
@@ -58,6 +60,27 @@ def test_gsm8k_over_several_turns() -> None:
     assert (first["reward"], first["done"], first["observations"][0]["role"]) == (0, False, "user")
     assert environment.step("#### 72")["done"]
     assert environment.get_metrics() == {"steps": 2}
+
+
+@dataclass
+class Loudness:
+    scale: float = 3.0
+    words: list[str] = field(default_factory=lambda: ["ha"])
+
+
+class Configured(Shouting):
+    """Its settings have defaults."""
+
+    def __init__(self, env_config: Loudness | DictConfig, extras: dict[str, Any]) -> None:
+        super().__init__(env_config, {"word": env_config.words[0]})
+
+
+def test_settings_that_a_run_leaves_out_are_the_environments_defaults_as_in_skyrl() -> None:
+    assert factory(f"{__name__}:Configured").make({}).step("HA")["reward"] == 3.0
+    assert factory(f"{__name__}:Configured", words=["ho"]).make({}).step("HO")["reward"] == 3.0
+    row = {"reward_spec": {"ground_truth": {"target": ["x"]}}, "max_turns": 2}
+    group = factory("skyrl_gym:search", search_url="http://search:8000/retrieve").make(row).tool_group
+    assert (group.search_url, group.topk) == ("http://search:8000/retrieve", 3)
 
 
 def test_a_text_env_of_a_users_own_module() -> None:

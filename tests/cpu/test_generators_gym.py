@@ -402,6 +402,32 @@ async def test_skyrl_gyms_own_environments_play_several_turns() -> None:
     assert math.isclose(to_samples(output, 1)[0].reward, 0.0)
 
 
+async def test_a_row_names_the_runs_environment_of_skyrl_gym_by_its_plain_id_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skyrl_gym = pytest.importorskip("skyrl_gym")
+    from skyrl_gym.envs.base_text_env import BaseTextEnv
+    from skyrl_gym.envs.registration import EnvSpec
+
+    class Scaled(BaseTextEnv):
+        def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
+            super().__init__()
+            self.scale = env_config.scale
+
+        def step(self, action: str) -> Any:
+            return {"observations": [], "reward": self.scale, "done": True, "metadata": {}}
+
+    monkeypatch.setitem(skyrl_gym.registry, "scaled", EnvSpec("scaled", Scaled))
+    environment = EnvironmentConfig(env_class="skyrl_gym:scaled", kwargs={"scale": 2.5})
+    client, config = (
+        ScriptedClient(lambda text, seed: "a."),
+        GeneratorConfig(sampling_params=SamplingConfig(max_tokens=32)),
+    )
+    made = GymGenerator(client, TOKENIZER, config, environment, model_path="")
+    output = await made.generate(batch("scaled", [{}]))
+    assert to_samples(output, 1)[0].reward == 2.5
+
+
 def test_an_unknown_environment_is_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="Did you mean run_length"):
         generator(ScriptedClient(lambda text, seed: "a."), "runlength")

@@ -507,8 +507,10 @@ def check_environment(dataset: PromptDataset | StreamingPrompts, config: RunConf
         return
     record = dataset.records[0].own_copy()
     env_class = record.env_class or config.environment.env_class
-    own = env_class == config.environment.env_class
-    factory = resolve_environment(config.environment if own else EnvironmentConfig(env_class=env_class))
+    factory = resolve_environment(config.environment)
+    if env_class != config.environment.env_class:
+        of_row = resolve_environment(EnvironmentConfig(env_class=env_class))
+        factory = factory if of_row.name == factory.name else of_row  # they may be names of one environment
     if factory.name.startswith("skyrl_gym:"):
         try:
             factory.make({**record.env_extras, "max_turns": config.generator.max_turns}).close()
