@@ -24,6 +24,7 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -247,11 +248,9 @@ class Container(ABC):
         name, _, text = ended.output.partition("\n")
         with contextlib.suppress(ValueError, TypeError, AttributeError):
             if name != "output" and len(text) <= _MAX_REWARD_BYTES:
-                value = json.loads(text)
-                rewards = {
-                    str(key): float(number)
-                    for key, number in (value if name == "reward.json" else {"reward": value}).items()
-                }
+                # As Harbor reads them: the text is a number of Python, such as the .5 of bc.
+                value = json.loads(text) if name == "reward.json" else {"reward": text}
+                rewards = {str(key): float(number) for key, number in value.items()}
                 if all(map(math.isfinite, rewards.values())):
                     return rewards
         shown = text[-_LOGGED_CHARACTERS:]
@@ -326,7 +325,8 @@ class BubblewrapContainer(Container):
 
     def add_tests(self) -> None:
         target = self._inside("/tests")  # no link: commands cannot replace what lies at the root
-        shutil.rmtree(target, ignore_errors=True)
+        _open_folders(target)
+        shutil.rmtree(target)
         shutil.copytree(self.task.folder / "tests", target)
         self._give_away(target)
 
@@ -386,6 +386,15 @@ class BubblewrapContainer(Container):
         if os.getuid() == 0:
             for path in [top, *top.rglob("*")]:
                 os.chown(path, self._user, self._user, follow_symlinks=False)
+
+
+def _open_folders(top: Path) -> None:
+    """Give the owner back all rights to ``top`` and the folders in it, which a command may have closed."""
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        folder.chmod(stat.S_IRWXU)
+        waiting += [path for path in folder.iterdir() if not path.is_symlink() and path.is_dir()]
 
 
 def _dockerfile(path: Path) -> list[str]:

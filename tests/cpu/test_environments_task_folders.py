@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_sandbox import run_as_ordinary_user
 
 from skyrl_train.config.compose import compose
 from skyrl_train.entrypoints.command_line import main
@@ -213,6 +214,7 @@ def test_a_sandbox_follows_simple_dockerfiles_and_refuses_others(tmp_path: Path)
     [
         ("echo 0.5 > /logs/verifier/reward.txt; echo noise", {"reward": 0.5}),
         ("""echo '{"tests": 0.25, "reward": 1}' > /logs/verifier/reward.json""", {"tests": 0.25, "reward": 1.0}),
+        ("echo .25 > /logs/verifier/reward.txt", {"reward": 0.25}),  # as bc prints it
         ("echo nan > /logs/verifier/reward.txt", {}),
         ("""echo '{"reward": "good"}' > /logs/verifier/reward.json""", {}),
         ("exit 1", {}),
@@ -228,6 +230,21 @@ def test_the_tests_write_the_reward(
     assert container.run_tests() == rewards, "and what a command has written there counts nothing"
     assert ("wrote no reward" in caplog.text) == (not rewards)
     container.close()
+
+
+CLOSES_FOLDERS = """
+import sys
+from skyrl_train.environments.task_folders import open_container
+container = open_container(sys.argv[1])
+container.run("mkdir /tests/a; touch /tests/a/b; chmod 000 /tests/a /tests", 60)
+print(container.run_tests())
+container.close()
+"""
+
+
+def test_a_command_that_closes_folders_keeps_no_tests_out(tmp_path: Path) -> None:
+    # Root may remove them in any case.
+    assert run_as_ordinary_user(":", CLOSES_FOLDERS, str(write(tmp_path))) == "{'reward': 1.0}\n"
 
 
 @pytest.mark.usefixtures("bubblewrap")

@@ -208,15 +208,19 @@ for isolation in ISOLATIONS:
 """
 
 
-def of_an_ordinary_user(first: str) -> dict[str, str]:
-    """What each isolation answers to user 1000, without rights, after the shell command ``first`` with rights."""
+def run_as_ordinary_user(first: str, program: str, *arguments: str) -> str:
+    """What a program prints that user 1000 runs, without rights, after the shell command ``first`` with rights."""
     if shutil.which("unshare") is None or why_unavailable("namespaces"):
         pytest.skip(f"no user namespace can be made here for the test: {why_unavailable('namespaces')}")
     become = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "--keep-caps", "sh", "-ec"]
     script = f'{first}; exec setpriv --ambient-caps=-all --inh-caps=-all "$@"'
-    command = [*become, script, "sh", sys.executable, "-c", TRIES_EACH_ISOLATION]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    command = [*become, script, "sh", sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def of_an_ordinary_user(first: str) -> dict[str, str]:
+    """What each isolation answers to an ordinary user."""
+    return dict(line.split(" ", 1) for line in run_as_ordinary_user(first, TRIES_EACH_ISOLATION).splitlines())
 
 
 def test_an_ordinary_user_has_each_isolation() -> None:
