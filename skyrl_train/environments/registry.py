@@ -119,13 +119,14 @@ def environment_factory(name: str, cls: type[Environment], kwargs: Mapping[str, 
         ConfigError: a keyword argument is a parameter of neither.
     """
     # Check the names now: an unknown one would fail only in the first rollout.
-    constructor = _keywords(cls.__init__, skip=("self", "extras"))
+    constructor, takes_any = _constructor_keywords(cls)
     prompts = _keywords(cls.generate_prompts, skip=("count", "seed"))
     for key in kwargs:
-        if key not in constructor and key not in prompts:
+        if key not in constructor and key not in prompts and not takes_any:
             names = sorted({*constructor, *prompts})
             raise ConfigError(f"environment.kwargs.{key} is unknown to {name!r}.{did_you_mean(key, names)}")
-    of_constructor = {key: value for key, value in kwargs.items() if key in constructor}
+    further = {*kwargs} - {*prompts} if takes_any else set[str]()
+    of_constructor = {key: value for key, value in kwargs.items() if key in constructor or key in further}
     of_prompts = {key: value for key, value in kwargs.items() if key in prompts}
     # And the signatures: every rollout would fail.
     for function, arguments, keywords, right in (
@@ -175,6 +176,20 @@ def _factory_of_function(name: str, function: Callable[..., Any], kwargs: Mappin
         return environment
 
     return EnvironmentFactory(name, make)
+
+
+def _constructor_keywords(cls: type[Environment]) -> tuple[list[str], bool]:
+    """Return the parameters of the constructor, and whether it takes any others.
+
+    With ``**kwargs``, those of the next class are among them: constructors pass these on.
+    """
+    names, open_ended = list[str](), list[bool]()
+    for function in (vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)):
+        names += _keywords(function, skip=("self", "extras"))
+        open_ended.append(any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()))
+        if not open_ended[-1]:
+            break
+    return names, open_ended[0]
 
 
 def _keywords(function: Callable[..., Any], skip: tuple[str, ...]) -> list[str]:

@@ -28,6 +28,18 @@ class Echo(Environment):
         return {"observations": [], "reward": self.bonus, "done": True}
 
 
+class LouderEcho(Echo):
+    def __init__(self, extras: dict[str, Any], *, volume: float, **others: Any) -> None:
+        self.mark = others.pop("mark")
+        super().__init__(extras, **others)
+        self.bonus *= volume
+
+
+class Hinted(GuessNumber):
+    def __init__(self, extras: dict[str, Any], **others: Any) -> None:
+        super().__init__(extras, **others)
+
+
 class NoEnvironment:
     def step(self, action: str) -> None: ...
 
@@ -188,6 +200,14 @@ def test_an_import_path_finds_its_class_and_passes_kwargs(separator: str) -> Non
     assert made.make({}).step("")["reward"] == 0.25
     assert made.is_blocking, "an environment blocks unless it promises not to"
     assert made.generate_prompts(3, seed=0) is None
+
+
+def test_a_constructor_may_pass_keyword_arguments_on() -> None:
+    made = factory(f"{__name__}:LouderEcho", bonus=0.25, volume=2.0, mark="x")
+    assert made.make({}).step("")["reward"] == 0.5
+    guess = factory(f"{__name__}:Hinted", numbers=30)
+    assert max(record.env_extras["number"] for record in guess.generate_prompts(100, seed=0)) > 9
+    assert guess.make({"number": 29}).step("29")["reward"] == 1.0
 
 
 def test_a_kwarg_goes_wherever_it_is_a_parameter() -> None:
