@@ -173,6 +173,8 @@ class Episode:
         def get_metrics() -> None:
             numbers.update(self._environment.get_metrics())
             for name, value in numbers.items():
+                if getattr(value, "ndim", None) == 0:  # a number of numpy or torch
+                    value = numbers[name] = value.item()
                 # It would make the mean of the group no number.
                 if isinstance(value, Real) and not math.isfinite(value):
                     raise ValueError(f"get_metrics() returned {name}={value}; it must be finite")

@@ -24,6 +24,7 @@ from skyrl_train.errors import ConfigError, EngineError, RolloutError
 from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.inference.chat import ChatRenderer
 from skyrl_train.inference.interface import InferenceEngineInput, SamplingParams, StopReason
+from skyrl_train.inference.text_length import CHARACTERS_PER_TOKEN, characters
 from skyrl_train.runtime.concurrency import gather_or_cancel
 from skyrl_train.runtime.process import DaemonThreadPool
 from skyrl_train.runtime.seeds import derive_seed
@@ -202,15 +203,18 @@ class GymGenerator(GeneratorInterface):
                 if trajectory.turns >= self._config.max_turns:
                     trajectory.rewards[-1] += await episode.end_early()
                     break
-                # The next input begins with the very tokens that were sampled; text is never encoded again.
-                try:
-                    extended = self._renderer.extend(input_ids, sampled, step["observations"])
-                except ConfigError as error:
-                    raise RolloutError(
-                        f"The observations of environment {factory.name!r} on prompt {trajectory_id.instance_id!r} cannot be "
-                        f"rendered: {error}"
-                    ) from error
-                budget = self._token_budget(len(extended), sampling.max_tokens)
+                extended, budget, most = list[int](), 0, self._config.max_input_length * CHARACTERS_PER_TOKEN
+                # Text that no tokenizer fits into the context is not encoded: megabytes would take seconds of all rollouts.
+                if characters(step["observations"], most) <= most:
+                    # The next input begins with the very tokens that were sampled; text is never encoded again.
+                    try:
+                        extended = self._renderer.extend(input_ids, sampled, step["observations"])
+                    except ConfigError as error:
+                        raise RolloutError(
+                            f"The observations of environment {factory.name!r} on prompt {trajectory_id.instance_id!r} cannot "
+                            f"be rendered: {error}"
+                        ) from error
+                    budget = self._token_budget(len(extended), sampling.max_tokens)
                 # The episode ends before the observation, so that the trajectory ends with a sampled token.
                 if budget < 1:
                     trajectory.rewards[-1] += await episode.end_early()

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 from kept_events import KeptEvents, assert_declared
 from scripted import settle
@@ -17,6 +18,7 @@ from skyrl_train.environments.base import Environment, EnvironmentStep
 from skyrl_train.errors import ConfigError, EngineError, RolloutError
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.generators.validation import to_samples
+from skyrl_train.inference.chat import ChatRenderer
 from skyrl_train.inference.interface import InferenceEngineInput, InferenceEngineOutput, SamplingParams
 from skyrl_train.models.tiny import character_tokenizer
 from skyrl_train.runtime.seeds import derive_seed
@@ -279,6 +281,18 @@ async def test_a_conversation_past_max_input_length_ends_with_length_on_a_sample
     assert output["rollout_metrics"] is not None and output["rollout_metrics"]["generate/unfinished_episodes"] == 1.0
 
 
+async def test_observations_that_no_tokenizer_fits_into_the_context_are_not_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def extend(*_: Any) -> list[int]:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(ChatRenderer, "extend", extend)
+    extras = {"observations": [{"role": "user", "content": "!" * (128 * 8)}], "for_the_rest": 2.0}
+    output = await play(lambda text, seed: "a.", batch(QUICK, [extras]), max_turns=9, max_input_length=8)
+    assert output["stop_reasons"] == ["length"] and to_samples(output, 1)[0].reward == 2.5
+
+
 async def test_episodes_that_the_turn_limit_ends_are_counted() -> None:
     extras = [{"observations": [{"role": "user", "content": "!"}]}, {"done": True}]
     output = await play(lambda text, seed: "a.", batch(QUICK, extras), max_turns=1)
@@ -326,7 +340,7 @@ async def test_a_rewritten_action_is_counted_and_the_sampled_tokens_kept() -> No
 
 
 async def test_environment_metrics_are_averaged_over_those_that_report_them() -> None:
-    extras = [{"metrics": {"steps": 2, "note": "x", "solved": True}}, {"metrics": {"solved": False}}]
+    extras = [{"metrics": {"steps": 2, "note": "x", "solved": np.bool_(True)}}, {"metrics": {"solved": False}}]
     output = await play(lambda text, seed: "a.", batch(QUICK, extras))
     assert output["rollout_metrics"] is not None
     metrics = {k: v for k, v in output["rollout_metrics"].items() if k.startswith("environment/")}
