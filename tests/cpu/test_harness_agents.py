@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -187,9 +188,11 @@ class TestPrograms:
         result = await agent.run(task())
         assert (result.reward, result.metrics) == (1.0, {"solved": 1.0})
 
-    async def test_values_that_json_lacks_are_passed_as_text(self) -> None:
+    async def test_values_that_json_lacks_are_passed_as_text_or_null(self) -> None:
         row = {"when": datetime(2026, 5, 4), "image": b"\x00\xff", "price": Decimal("1.50"), "scores": np.arange(2)}
+        row["missing"] = [math.nan, {"limit": math.inf}, np.array([math.nan])]
         told = {"when": "2026-05-04T00:00:00", "image": "AP8=", "price": "1.50", "scores": [0, 1]}
+        told["missing"] = [None, {"limit": None}, [None]]
         agent = program(f"import json, sys; assert json.load(sys.stdin)['extras'] == {told}; print(1.0)")
         assert (await agent.run(task(extras=row))).reward == 1.0
 

@@ -19,6 +19,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -89,7 +90,7 @@ class ProcessAgent:
                 "session_id": task.session_id,
                 "seed": task.seed,
             }
-            prompt.write_text(json.dumps(content, default=_plain), encoding="utf-8")
+            prompt.write_text(json.dumps(_without_nan(content), default=_plain), encoding="utf-8")
             secrets = self._secrets | {os.environ[name] for name in self._withheld if os.environ.get(name)}
             inherited = {
                 name: value for name, value in os.environ.items() if name not in self._withheld and value not in secrets
@@ -206,7 +207,16 @@ def _plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, bytes):
         return base64.b64encode(value).decode("ascii")
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    return _without_nan(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace numbers that are not finite by None: JSON lacks them, and other languages refuse them."""
+    if isinstance(value, Mapping):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _variables(task: AgentTask, prompt: Path) -> dict[str, str]:
