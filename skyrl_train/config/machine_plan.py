@@ -55,7 +55,6 @@ IN_PLACE_SHARE = 0.21  # of that, per tensor that is loaded in place: benchmarks
 PAUSE_S = 0.015  # until all requests are paused, and until they run again
 MAP_S = 0.015  # an engine opens the trainer's memory
 GLOO_BYTES_S = 1.5e9  # of a process that sends: TCP and copies by a CPU (on paper)
-RAY_RELAY_BYTES_S = 0.6e9  # to an engine in Ray on another node by shared_memory (on paper)
 SLEEP_S, WAKE_S = 0.04, 0.2  # vLLM's engines in turns with the trainer
 # Processor seconds of the control process for a turn through the endpoint and for each of its tokens, with the endpoint in that
 # process or in rollout actors; for a trajectory: benchmarks/control_scale.py
@@ -119,7 +118,7 @@ class MachinePlan:
     Attributes:
         actors: with their nodes; empty if they do not fit, or if all is in the command's processes.
         loads: of each kind of GPU.
-        syncs: by transport, of those that reach the engines.
+        syncs: by transport, of those that reach the engines without files.
         transport: the run's.
         step: None where no estimate is made: an unknown shape, training on the CPU or with its state there.
         problems: why the run does not fit.
@@ -192,12 +191,20 @@ class MachinePlan:
                     f"{_s(times.paused)}{chosen}",
                 )
             )
+        through_files = [name for name, transport in derive.TRANSPORTS.items() if transport.folder]
+        chosen = f" (this run: {self.transport})" if self.transport in through_files else ""
+        rows.append((", ".join(through_files), f"not estimated: as fast as the file system of their folder{chosen}"))
+        if self.transport not in derive.TRANSPORTS:
+            rows.append((self.transport, "not estimated: your own (this run)"))
         return rows
 
     def _speed_rows(self) -> Rows:
         step = self.step
         if step is None:
             return [("estimate", "none for this model, or for a training state in main memory")]
+        waits = f"training waits {_s(step.sync_s)} for the weight sync"
+        if self.transport not in self.syncs:
+            waits = "without the weight sync, which is not estimated"
         return [
             ("lengths", f"assumed: prompts of {step.prompt_tokens} and responses of {step.response_tokens} tokens"),
             (
@@ -206,7 +213,7 @@ class MachinePlan:
             ),
             ("generation", f"{step.generation_s:.2f} s a step, {step.generation_tokens_s:,.0f} sampled tokens/s"),
             *([("turns", f"{step.turns_s:.2f} s a step: sleep, offload, wake up")] if step.turns_s else []),
-            ("step", f"{step.step_s:.2f} s; training waits {_s(step.sync_s)} for the weight sync"),
+            ("step", f"{step.step_s:.2f} s; {waits}"),
             ("control process", step.control),
             ("bottleneck", step.bottleneck),
         ]
@@ -252,11 +259,17 @@ def machine_plan(plan: Plan, cluster: Cluster, response_tokens: int | None = Non
         loads = (*_training_loads(config, memory, cluster), *_engine_loads(plan, memory, shape, cluster))
         problems += _overfull(config, plan, loads, shape, cluster)
         sync_bytes = memory.num_trained * BYTES_PER_ELEMENT[config.generator.inference_engine.dtype]
-        # Training rank 0 is on the command's node, the first one.
-        far = sum(actor.role == ENGINES and actor.node > 0 for actor in actors or ())
+        far, reaching = _far_engines(config, actors or ()), _reaching_transports(config)
+        if far and "shared_memory" in reaching:
+            reaching.remove("shared_memory")
+            if derive.weight_transport(config) == "shared_memory":
+                problems.append(
+                    f"{far} engines are on other nodes than the trainer, and cannot open its shared memory. Set "
+                    f"generator.weight_transport={' or '.join(reaching)}."
+                )
         syncs = {
             name: _sync_times(config, shape, sync_bytes, cluster, name, far, _nodes_of(POLICY_RANKS, actors or ()))
-            for name in _reaching_transports(config)
+            for name in reaching
         }
         chosen = syncs.get(derive.weight_transport(config))
         if chosen is not None and chosen.transfer > config.generator.pause_timeout_s:
@@ -387,8 +400,16 @@ def _overfull(
 # ---- weight syncs
 
 
+def _far_engines(config: RunConfig, actors: Sequence[PlacedActor]) -> int:
+    """Return how many engines are on other nodes than training rank 0, which is on the command's node, the first one."""
+    if derive.engines_share_ranks(config):
+        ranks = _nodes_of(POLICY_RANKS, actors)
+        return sum(node > 0 for node in ranks) // derive.engine_num_gpus(config.generator.inference_engine)
+    return sum(node > 0 for node in _nodes_of(ENGINES, actors))
+
+
 def _reaching_transports(config: RunConfig) -> list[str]:
-    """Return the transports that reach the engines from where the policy trains, and that need no disk."""
+    """Return the transports that reach engines on the trainer's node from where the policy trains, and that need no disk."""
     engine, trainer = config.generator.inference_engine, config.trainer
     names = [
         name
@@ -441,8 +462,6 @@ def _sync_times(
     elif transport == "gloo" and far:
         # A binary tree of which the trainer is the root; engines on its machine map its memory.
         transfer = math.ceil(math.log2(far_workers + 1)) * num_bytes / GLOO_BYTES_S
-    elif transport == "shared_memory" and far:
-        transfer = far * num_bytes / RAY_RELAY_BYTES_S
     return SyncTimes(gather, transfer, load + PAUSE_S)
 
 

@@ -293,6 +293,42 @@ def test_a_slow_transport_to_other_nodes_is_a_problem() -> None:
     assert plan_on("2x8xH100", *split("7B", 8, 8)).problems == ()
 
 
+def test_shared_memory_reaches_only_engines_on_the_trainers_node() -> None:
+    """7B on 8 ranks of the first node, and 8 engines of the second one; or 16 engines in turns with 16 ranks."""
+    by_shared_memory = "generator.weight_transport=shared_memory"
+    here = plan_on("8xH100", *split("7B", 4, 4, 1, by_shared_memory))
+    assert here.problems == () and "shared_memory" in here.syncs
+    turns = ["trainer.mode=sync", "trainer.placement.colocate_all=true"]
+    for ranks, engines, tp, overrides, far, remedy in (
+        (8, 8, 1, [], 8, "gloo or nccl"),
+        (16, 16, 1, turns, 8, "gloo or cuda_ipc"),
+        (16, 4, 4, turns, 2, "gloo or cuda_ipc"),
+    ):
+        there = plan_on("2x8xH100", *split("7B", ranks, engines, tp, *overrides, by_shared_memory))
+        (problem,) = there.problems
+        assert problem.startswith(f"{far} engines are on other nodes") and f"weight_transport={remedy}." in problem
+        assert "shared_memory" not in there.syncs and "(this run)" not in there.describe()
+        assert "without the weight sync, which is not estimated" in there.describe()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "not estimated: as fast as the file system of their folder\n"),
+        (
+            ["generator.weight_transport=delta", "generator.weight_folder=/a/folder"],
+            "not estimated: as fast as the file system of their folder (this run: delta)",
+        ),
+        (["generator.weight_transport=my.module:Mine"], "not estimated: your own (this run)"),
+    ],
+)
+def test_the_plan_says_which_weight_syncs_it_does_not_estimate(overrides: list[str], said: str) -> None:
+    described = plan_on("8xH100", *split("7B", 4, 4, 1, *overrides)).describe()
+    assert said in described
+    assert ("without the weight sync, which is not estimated" in described) == bool(overrides)
+    assert (described.count("(this run") == 1) and ("training waits" in described) != bool(overrides)
+
+
 def test_more_gpus_train_and_sample_more() -> None:
     """Eight times the ranks and engines: eight times the tokens, and the MFU stays where the links are fast enough."""
     few, many = (
