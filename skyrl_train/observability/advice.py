@@ -141,10 +141,16 @@ class LastSteps:
         return sum(max(0.0, after - before) for before, after in itertools.pairwise(values))
 
     def share_of_time(self, *names: str) -> float:
-        """Return the share of the last steps' time that the named activities took together."""
-        seconds = [_mean([_number(row.get(f"time/{name}")) for row in self._last]) for name in (*names, "step")]
-        parts = [part for part in seconds[:-1] if not math.isnan(part)]
-        return sum(parts) / seconds[-1] if parts and seconds[-1] > 0 else math.nan
+        """Return the share of the last steps' time that the named activities took together. A step that lacks one, as one without
+        a weight sync does, has spent no time on it; NaN if all steps lack all of them."""
+        spent = [
+            seconds
+            for name in names
+            for row in self._last
+            if not math.isnan(seconds := _number(row.get(f"time/{name}")))
+        ]
+        steps_s = sum(seconds for row in self._last if not math.isnan(seconds := _number(row.get("time/step"))))
+        return sum(spent) / steps_s if spent and steps_s > 0 else math.nan
 
     def setting(self, key: str, default: Any) -> Any:
         """Return a setting by its dotted name."""
@@ -472,8 +478,12 @@ SYNC_SHARE = 0.1  # of the time
 
 def slow_weight_sync(run: LastSteps) -> tuple[str, str] | None:
     """Training and generation wait while weights travel, unless the weight sync overlaps with the next step."""
-    waits = run.share_of_time("wait_for_weight_sync")
+    waits, evaluates = run.share_of_time("wait_for_weight_sync"), run.share_of_time("wait_for_evaluation")
     share = run.share_of_time("gather", *(("transfer", "pause") if math.isnan(waits) else ("wait_for_weight_sync",)))
+    if (
+        waits > 0 and evaluates > 0
+    ):  # training waits for the evaluation on the engines first, after which the sync begins
+        share -= min(waits, evaluates)
     if not share > SYNC_SHARE:
         return None
     depth = run.setting("trainer.fully_async.generate_ahead_steps", 0)

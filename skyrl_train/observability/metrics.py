@@ -386,7 +386,12 @@ declare(
     MetricSpec("time/gather", _SUM, "The weights are copied for the engines", "s"),
     MetricSpec("time/transfer", _SUM, "The copy travels to the engines", "s"),
     MetricSpec("time/pause", _SUM, "Engines are paused for new weights", "s"),
-    MetricSpec("time/wait_for_weight_sync", _SUM, "Training waits for the previous weight sync", "s"),
+    MetricSpec(
+        "time/wait_for_weight_sync",
+        _SUM,
+        "Training waits for the previous weight sync, and first for the evaluation before it",
+        "s",
+    ),
     MetricSpec("time/wait_for_evaluation", _SUM, "A weight sync waits for an evaluation", "s"),
     MetricSpec("time/sleep", _SUM, "Colocated engines give their memory to the trainer", "s"),
     MetricSpec("time/wake_up", _SUM, "Colocated engines take their memory again", "s"),

@@ -256,8 +256,11 @@ class Reporter:
 def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | None, failures: Failures) -> StepReport:
     """Convert a step's metrics to the figures on the screen."""
     step_s = metrics["time/step"] or 1.0
-    overlaps = "time/wait_for_weight_sync" in metrics  # transfer and pause then lie beside training
-    sync = ("gather", "wait_for_weight_sync") if overlaps else ("gather", "transfer", "pause")
+    sync_s = metrics.get("time/gather", 0.0)
+    if "time/wait_for_weight_sync" in metrics:  # transfer and pause then lie beside training, and behind an evaluation
+        sync_s += max(0.0, metrics["time/wait_for_weight_sync"] - metrics.get("time/wait_for_evaluation", 0.0))
+    else:
+        sync_s += metrics.get("time/transfer", 0.0) + metrics.get("time/pause", 0.0)
     return StepReport(
         step=step,
         reward=metrics.get("reward/mean", math.nan),  # a step may have no sample
@@ -271,7 +274,7 @@ def step_report(step: int, metrics: Mapping[str, float], checkpoint_step: int | 
         wait_for_batch=min(1.0, metrics["time/wait_for_batch"] / step_s),
         wait_for_policy=metrics["async/idle_fraction"],
         train=min(1.0, metrics.get("time/train", 0.0) / step_s),
-        weight_sync=min(1.0, sum(metrics.get(f"time/{name}", 0.0) for name in sync) / step_s),
+        weight_sync=min(1.0, sync_s / step_s),
         checkpoint_step=checkpoint_step,
         failures=failures,
         running=metrics.get("inference/running_requests", math.nan),

@@ -239,6 +239,22 @@ def test_slow_weight_syncs_have_the_advice_for_their_settings() -> None:
     assert ["overlap_weight_sync=true" in action for action in actions] == [True, False, True]
 
 
+def test_a_weight_sync_in_each_fourth_step_takes_a_fourth_of_its_share() -> None:
+    rows = healthy(30)
+    for row in rows:
+        if row["step"] % 4:
+            del row["time/gather"], row["time/wait_for_weight_sync"]
+        else:
+            row |= {"time/gather": 1.0, "time/wait_for_weight_sync": 1.0}
+    assert advise(rows, [], SETTINGS) == []  # it is 5 % of the time
+
+
+def test_the_wait_for_an_evaluation_is_no_weight_sync() -> None:
+    rows = healthy(30)
+    with_({"time/wait_for_weight_sync": 3.4, "time/wait_for_evaluation": 3.0})(rows)
+    assert advise(rows, [], SETTINGS) == []
+
+
 def test_underfilled_micro_batches_have_the_advice_for_their_settings_unless_they_are_few() -> None:
     rows = healthy(30)
     with_({"policy/micro_batch_fill": 0.3})(rows)

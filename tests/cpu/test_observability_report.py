@@ -16,7 +16,7 @@ from recorded_runs import RecordedRun
 
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.events.log import EVENTS, EventLog
-from skyrl_train.observability.readers.verdict import SYNCS, WAITS, bottleneck, learning, time_shares
+from skyrl_train.observability.readers.verdict import SYNCS, TURNS, WAITS, bottleneck, learning, time_shares
 from skyrl_train.observability.report import compare, files
 from skyrl_train.observability.report.facts import Z, intervals, lag_shares, repeat_command, typical_steps
 from skyrl_train.observability.report.files import OVERVIEW, try_to_write_report, write_report
@@ -104,6 +104,21 @@ def test_a_sync_that_overlaps_with_training_counts_with_the_time_that_training_w
     times = {"time__step": [1.0], "time__gather": [0.1], "time__transfer": [0.4], "time__pause": [0.2]}
     assert time_shares(columns_of(**times))[0][SYNCS] == pytest.approx(0.7)
     assert time_shares(columns_of(**times, time__wait_for_weight_sync=[0.05]))[0][SYNCS] == pytest.approx(0.15)
+
+
+def test_the_wait_for_an_evaluation_is_no_weight_sync() -> None:
+    times = {
+        "time__step": [10.0],
+        "time__train": [3.0],
+        "time__wait_for_batch": [0.4],
+        "time__wait_for_weight_sync": [6.6],
+    }
+    shares, _ = time_shares(columns_of(**times, time__wait_for_evaluation=[6.0]))
+    assert (shares[SYNCS], shares[TURNS], shares[WAITS]) == pytest.approx((0.06, 0.6, 0.04))
+    # One that ended while the policy trained has cost no time.
+    times |= {"time__wait_for_weight_sync": [0.0], "time__wait_for_batch": [7.0]}
+    shares, _ = time_shares(columns_of(**times, time__wait_for_evaluation=[2.0]))
+    assert (shares[SYNCS], shares[TURNS], shares[WAITS]) == pytest.approx((0.0, 0.0, 0.7))
 
 
 _numbers = st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, 10)

@@ -15,7 +15,7 @@ from skyrl_train.observability.screen import counted, duration
 
 # Parts of a step's time. Where two overlap, the time counts for the first one.
 COMPUTES, SYNCS, TURNS, WAITS = "training", "weight sync", "other turns", "waits for groups"
-_TURNS = ("sleep", "wake_up", "offload_states", "reload_states", "wait_for_evaluation")
+_TURNS = ("sleep", "wake_up", "offload_states", "reload_states")
 
 END_SHARE = 0.1  # of the steps at either end that are averaged
 FEW_STEPS = 6  # with fewer there is no trend
@@ -135,9 +135,15 @@ def time_shares(columns: Columns) -> tuple[dict[str, float], float | None]:
     known = np.isfinite(steps) & (steps > 0)
     if not known.any():
         return {}, None
-    overlapped = "time/wait_for_weight_sync" in columns
-    sync = spent("gather") + (spent("wait_for_weight_sync") if overlapped else spent("transfer") + spent("pause"))
-    parts = {COMPUTES: spent("train"), SYNCS: sync, TURNS: sum(map(spent, _TURNS)), WAITS: spent("wait_for_batch")}
+    sync, evaluates = spent("gather"), spent("wait_for_evaluation")
+    if "time/wait_for_weight_sync" in columns:
+        # Training waits for the evaluation on the engines first: the sync begins when it has ended.
+        evaluates = np.minimum(evaluates, spent("wait_for_weight_sync"))
+        sync += spent("wait_for_weight_sync") - evaluates
+    else:
+        sync += spent("transfer") + spent("pause")
+    turns = sum(map(spent, _TURNS)) + evaluates
+    parts = {COMPUTES: spent("train"), SYNCS: sync, TURNS: turns, WAITS: spent("wait_for_batch")}
     left, shares = steps.copy(), {}
     for part, seconds in parts.items():
         taken = np.clip(seconds, 0.0, left)

@@ -114,8 +114,10 @@ function WhoWaits({ data, x, ...shared }) {
     const parts = data.step.map((_, index) => {
       const step = of("step", index) || 1;
       const waited = data.mean["time/wait_for_weight_sync"]?.[index];
-      const sync = of("gather", index) + (waited ?? of("transfer", index) + of("pause", index));
-      const turns = of("sleep", index) + of("wake_up", index) + of("offload_states", index) + of("reload_states", index) + of("wait_for_evaluation", index);
+      // Training waits for the evaluation on the engines first: the sync begins when it has ended.
+      const evaluates = Math.min(of("wait_for_evaluation", index), waited ?? Infinity);
+      const sync = of("gather", index) + (waited == null ? of("transfer", index) + of("pause", index) : waited - evaluates);
+      const turns = of("sleep", index) + of("wake_up", index) + of("offload_states", index) + of("reload_states", index) + evaluates;
       let left = 1;
       return [of("train", index), sync, turns, of("wait_for_batch", index)].map((part) => {
         const share = Math.max(0, Math.min(left, part / step));
