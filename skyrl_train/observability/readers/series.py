@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from array import array
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_train.observability.metrics import Aggregation, known_spec
 from skyrl_train.observability.run_folder import parse_row
 
 POINTS = 1200  # of a curve; a wide screen has about as many columns
@@ -22,12 +24,13 @@ class MetricTable:
     """The numbers of a ``metrics.jsonl``, one column per metric; NaN where a row lacks it. Thread-safe.
 
     Attributes:
-        epoch: grows whenever rows that were there are gone, as after a resume.
+        epoch: changes whenever rows that were there are gone, as after a resume; never the same in two tables, so that a browser
+            does not join the rows of one server to those of the next.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.epoch = 0
+        self.epoch = secrets.randbits(32)
         self._columns: dict[str, array[float]] = {}
         self._rows = 0
         self._offset = 0
@@ -101,7 +104,8 @@ def curves(
     Returns:
         ``epoch``, ``rows``, ``every``, ``since``; ``step``, ``time`` and ``elapsed_s`` of the last row of each point; ``mean``,
         and with more than one row per point also ``min`` and ``max``, by metric. Values that are not finite are ignored; a
-        point without any is null.
+        point without any is null. A sum that some rows of a point lack is 0 in them: a step without a weight sync has spent no
+        time on one.
     """
     columns = table.columns()
     rows = len(columns.get("step", ()))
@@ -130,8 +134,11 @@ def curves(
             at = starts - first
             counts = np.add.reduceat(finite, at, dtype=np.int64)
             some = counts > 0
+            lacked = 0.0 if known_spec(name).aggregation is Aggregation.sum else None
+            of = np.maximum(counts, 1) if lacked is None else ends - starts + 1
             sums = np.add.reduceat(np.where(finite, values, 0.0), at)
-            answer["mean"][name] = np.where(some, sums / np.maximum(counts, 1), np.nan)
-            answer["min"][name] = np.where(some, np.minimum.reduceat(np.where(finite, values, np.inf), at), np.nan)
-            answer["max"][name] = np.where(some, np.maximum.reduceat(np.where(finite, values, -np.inf), at), np.nan)
+            low, high = (np.where(finite, values, end if lacked is None else lacked) for end in (np.inf, -np.inf))
+            answer["mean"][name] = np.where(some, sums / of, np.nan)
+            answer["min"][name] = np.where(some, np.minimum.reduceat(low, at), np.nan)
+            answer["max"][name] = np.where(some, np.maximum.reduceat(high, at), np.nan)
     return answer
