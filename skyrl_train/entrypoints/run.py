@@ -398,9 +398,21 @@ async def _train(
     dataset = inputs.dataset
     if not isinstance(dataset, PromptDataset) and dataset.closed:  # by a run whose training worker has died
         dataset = dataset.reopened()
-    trainer = await build_trainer(
-        inputs.config, inputs.plan, dataset, run_folder, reporter, processes, inputs.evaluation_prompts
-    )
+    try:
+        trainer = await build_trainer(
+            inputs.config, inputs.plan, dataset, run_folder, reporter, processes, inputs.evaluation_prompts
+        )
+    except BaseException as error:
+        # As the trainer does from now on: without an end, readers take the run for one that was killed.
+        stopped = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        step = max((row["step"] for row in read_jsonl(run_folder.metrics.path)), default=0)
+        run_folder.events.record(
+            "end",
+            step=step,
+            reason="stopped" if stopped else "failed",
+            error=None if stopped else f"{type(error).__name__}: {error}",
+        )
+        raise
 
     def stop_trainer() -> None:
         reporter.note("stopping after this step; once more to stop at once")

@@ -76,11 +76,11 @@ _KINDS: Sequence[EventKind] = (
     EventKind("run", "training begins", (_STEP, _F("total_steps", "int", "steps", "steps of the whole run"))),
     EventKind(
         "start_up",
-        "a part of the start of a command begins, and comes again when it has ended",
+        "a part of the start of a command begins; again every 20 seconds while it runs, and when it has ended",
         (
             _F("name", "str", "", "the part"),
             _T0,
-            _F("t1", "float | null", "s", "end; null: it begins"),
+            _F("t1", "float | null", "s", "end; null: it begins, or runs"),
         ),
     ),
     EventKind(

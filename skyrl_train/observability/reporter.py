@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_CHARACTERS = 40  # of a prompt and of a response on the screen
 LAGS = "staleness/histogram/"
+ALIVE_S = 20.0  # between two events of a part of the start; a third of the time after which a run counts as silent
 KEPT_FAILURES = 1000  # for advice
 FAILURE_WIDTH = 600  # characters; the end of a message has the remedy
 
@@ -80,10 +82,22 @@ class Reporter:
     def start_up(self, part: str) -> Iterator[None]:
         """Show that ``part`` of the start-up runs, and how long it took."""
         events = self._folder.events
-        began = events.now()
+        began, over = events.now(), threading.Event()
+
+        def record() -> None:
+            # A reader takes a run that records nothing for a killed one, and a large model loads for minutes.
+            while not over.wait(ALIVE_S):
+                events.record("start_up", name=part, t0=began, t1=None)
+
         events.record("start_up", name=part, t0=began, t1=None)
-        with spinner(self._console, part):
-            yield
+        alive = threading.Thread(target=record, name="start-up", daemon=True)
+        alive.start()
+        try:
+            with spinner(self._console, part):
+                yield
+        finally:
+            over.set()
+            alive.join()
         ended = events.now()
         events.record("start_up", name=part, t0=began, t1=ended)
         seconds = ended - began

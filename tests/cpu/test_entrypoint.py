@@ -34,11 +34,12 @@ from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.evaluate import for_evaluation
 from skyrl_train.entrypoints.generation import without_trainer
 from skyrl_train.environments.base import Environment, EnvironmentStep
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, EngineError
 from skyrl_train.evaluation.data import load_evaluation_prompts
 from skyrl_train.generators.gym import GymGenerator
 from skyrl_train.models.folder import load_model
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.observability.readers.folders import RunsFolder
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import RunFolder, read_jsonl
 from skyrl_train.rollout.stages.reward import GroupToReward
@@ -100,6 +101,27 @@ def test_sigterm_before_training_begins_is_as_ctrl_c(
         signal.signal(signal.SIGTERM, before)
     assert cleaned_up == [True]
     assert "interrupted before training began" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "state"), [(1, "failed"), (130, "stopped")])
+def test_a_start_that_ends_before_training_has_its_end_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, state: str
+) -> None:
+    async def starting(*arguments: object) -> None:
+        if code == 130:
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(0)
+        raise EngineError("no engine")
+
+    monkeypatch.setattr("skyrl_train.build.trainer.build_trainer", starting)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what would end the tests
+    try:
+        assert main(["train", *TINY, f"trainer.run_dir={tmp_path / 'run'}"]) == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert RunsFolder(tmp_path).row("run")["state"] == state
+    ends = [event for event in load_run(tmp_path / "run").events if event["kind"] == "end"]
+    assert [(end["step"], end["error"]) for end in ends] == [(0, "EngineError: no engine" if code == 1 else None)]
 
 
 @pytest.mark.parametrize(("steps", "code"), [(4, 0), (5, 3)])

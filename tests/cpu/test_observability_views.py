@@ -8,8 +8,10 @@ import itertools
 import math
 import re
 import shlex
+import threading
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from rich.console import Console
 
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import RunConfig
+from skyrl_train.observability import reporter as reporter_module
 from skyrl_train.observability.advice import Advice
 from skyrl_train.observability.failures import REASON_WIDTH
 from skyrl_train.observability.reporter import Reporter
@@ -363,6 +366,27 @@ def test_the_first_failure_is_on_the_screen_at_once_and_the_others_are_counted(t
     lines = raw.getvalue().decode().splitlines()[1:]
     assert len(lines) == 1
     assert "group 3" in lines[0] and "KeyError('[number]')" in lines[0] and "trainer.log" in lines[0]
+
+
+def test_a_part_of_the_start_is_recorded_again_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter_module, "ALIVE_S", 0.001)
+    config = RunConfig()
+    config.trainer.trackers = []
+    again, recorded = threading.Event(), list[float | None]()
+    with closing(RunFolder(tmp_path, config)) as folder:
+        record = folder.events.record
+
+        def recording(kind: str, **fields: Any) -> None:
+            record(kind, **fields)
+            if kind == "start_up":
+                recorded.append(fields["t1"])
+                if len(recorded) == 3:
+                    again.set()
+
+        monkeypatch.setattr(folder.events, "record", recording)
+        with Reporter(config, folder, console_of(terminal=False)[0], 10).start_up("engines"):
+            assert again.wait(60)
+    assert recorded[-1] is not None and set(recorded[:-1]) == {None}
 
 
 def test_the_final_step_is_shown_once() -> None:
