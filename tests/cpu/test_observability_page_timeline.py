@@ -312,6 +312,17 @@ def test_a_group_of_a_killed_process_ends_with_it_and_begins_again_in_the_next_o
     assert (again["begin"], again["end"]) == (later + 1.0, later + 2.0)
 
 
+def test_of_many_looks_at_an_engine_the_newest_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "MAX_ENGINE_POINTS", 4)
+    facts = {"version": 1, "running": 1, "waiting": 0, "paused": False, "prefill_tokens": 0, "busy_s": 0.0}
+    facts |= {"kv_cache_usage": None, "generated_tokens": 0}
+    events = [
+        event("engine", float(at), engine=0, state="dead" if at == 11 else "healthy", **facts) for at in range(1, 12)
+    ]
+    points = window_of(events, tmp_path)["engines"][0]
+    assert [point[0] for point in points] == [2.0, 5.0, 8.0, 11.0] and points[-1][1] == "dead"
+
+
 def test_passes_belong_to_the_step_that_ends_next_and_fields_that_may_lack_are_null(tmp_path: Path) -> None:
     window = window_of([
         event("span", 1.0, name="update_policy", t0=0.5, t1=1.0),

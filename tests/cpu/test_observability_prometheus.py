@@ -101,6 +101,29 @@ def test_the_newest_row_of_a_run_its_evaluation_and_its_engines_are_exported(tmp
     }
 
 
+def test_engines_of_commands_that_have_ended_are_not_exported(tmp_path: Path) -> None:
+    process = {"host": "", "pid": 1, "version": "", "python": "", "config": "", "git": None, "command": []}
+    write_run(tmp_path / "a-1", {"step": 1})
+    for engines in ((0, 1), (0,)):  # resumed with fewer of them
+        events = EventLog(tmp_path / "a-1" / EVENTS)
+        events.record("process", **process)
+        for engine in engines:
+            facts = {"version": 3, "running": 5, "waiting": 0, "paused": False, "prefill_tokens": 0, "busy_s": 1.0}
+            events.record("engine", engine=engine, state="dead", generated_tokens=9, kv_cache_usage=None, **facts)
+        events.close()
+    assert {key for key in scraped(tmp_path) if "engine" in key[0]} == {
+        ("skyrl_train_engine_info", "0", "a-1", "dead"),
+        *(
+            (f"skyrl_train_engine_{fact}", "0", "a-1")
+            for fact in ("policy_version", "running_requests", "waiting_requests")
+        ),
+    }
+    for path in (tmp_path / "a-1").rglob("*.*"):  # killed
+        os.utime(path, (time.time() - 300,) * 2)
+    assert ("skyrl_train_run_info", "a-1", "silent") in scraped(tmp_path)
+    assert not any("engine" in key[0] for key in scraped(tmp_path))
+
+
 def test_damaged_and_foreign_runs_do_not_spoil_the_others(tmp_path: Path) -> None:
     write_run(tmp_path / "good", {"step": 1, "reward/mean": 0.5})
     write_run(tmp_path / "torn", tail='{"step": 1, "reward/me')

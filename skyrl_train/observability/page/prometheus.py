@@ -115,7 +115,9 @@ def _add_run(families: _Families, runs: RunsFolder, name: str, store: EventStore
                 groups = key.removesuffix("histogram") + "groups"
                 families.add(groups, _help(f"{key}/"), count, {**run, "value": str(value)})
 
-    for engine, points in (store.engines() or {}).items():
+    # The engines of a command that has ended are gone.
+    engines = store.engines() if row["state"] == "live" else None
+    for engine, points in (engines or {}).items():
         _, state, version, running, waiting, _, speed, kv_cache = points[-1]
         of_engine = {**run, "engine": str(engine)}
         families.add("engine_info", "1 for an engine in its state", 1, {**of_engine, "state": state})

@@ -261,13 +261,16 @@ class EventStore:
         return sorted(turns, key=lambda turn: turn["begin"])
 
     def engines(self) -> dict[int, list[list[Any]]] | None:
-        """Return the samples of each engine in the newest segments (see :func:`_engines`). None: nothing is recorded."""
+        """Return the samples of each engine of the newest command in the newest segments (see :func:`_engines`). None: nothing is
+        recorded."""
         with self._lock:
             paths, before = self._indexed(), self._of_engines
             # Of the many events of a segment, a second has one for each engine: Prometheus asks for those of many runs.
             self._of_engines = {}
             for number in list(paths)[-1 - AFTER :]:
                 known = self._index[number]
+                if known.process != self._index[max(paths)].process:
+                    continue  # its engines are gone
                 segment = before.get(number, EventSegment(known.process, known.offset, known.begins))
                 _read_lines_with(_ENGINE, segment, paths, number)
                 self._of_engines[number] = segment
@@ -534,7 +537,9 @@ def _engines(events: Iterable[dict[str, Any]], t0: float, t1: float) -> dict[int
             speed = tokens / passed if passed > 0 and tokens >= 0 else None  # an engine that restarted begins at 0
         facts = [event[name] for name in ("state", "version", "running", "waiting", "paused")]
         points.setdefault(number, []).append([event["at"], *facts, speed, event["kv_cache_usage"]])
-    return {number: rows[:: -(-len(rows) // MAX_ENGINE_POINTS)] for number, rows in sorted(points.items())}
+    every = {number: -(-len(rows) // MAX_ENGINE_POINTS) for number, rows in points.items()}
+    # The newest one is among them: it is the present state.
+    return {number: rows[(len(rows) - 1) % every[number] :: every[number]] for number, rows in sorted(points.items())}
 
 
 def _density(groups: Sequence[Group], t0: float, t1: float) -> dict[str, Any]:

@@ -37,6 +37,13 @@ export function pack(groups, kept) {
   return lanes;
 }
 
+// Since when each look at an engine is taken to hold: since the one before, unless that is far away, as before a resume.
+export function beginnings(points) {
+  const apart = points.slice(1).map((point, index) => point[0] - points[index][0]).sort((a, b) => a - b);
+  const usual = apart[apart.length >> 1] ?? 1;
+  return points.map(([at], index) => (index && at - points[index - 1][0] <= 3 * usual ? points[index - 1][0] : at - usual));
+}
+
 export class Lanes {
   // `view`: {t0, t1} in Unix seconds. `onView(view)`: somebody moved it. `onPick(group | null)`, `onStep(step | null)`, `onHover(text, x, y)`.
   constructor(canvas, scroller, callbacks) {
@@ -80,7 +87,7 @@ export class Lanes {
       rank.set(`${group.process}/${group.group}`, group);
     }
     this.samples = Math.max(1, ...this.data.groups.map((group) => group.samples));
-    this.engines = Object.entries(this.data.engines).slice(0, MAX_ENGINES);
+    this.engines = Object.entries(this.data.engines).slice(0, MAX_ENGINES).map(([name, points]) => [name, points, beginnings(points)]);
     this.mostRunning = Math.max(1, ...Object.values(this.data.engines).flat().map((point) => point[3] ?? 0));
     this.sync = this.data.spans.filter(([name]) => !TRAINER.includes(name));
     this.trainer = this.data.spans.filter(([name]) => TRAINER.includes(name));
@@ -220,7 +227,7 @@ export class Lanes {
     this.paintActivities(this.trainer, AXIS);
     this.paintActivities(this.sync, AXIS + ROW);
     this.paintCheckpoints(AXIS + 2);
-    this.engines.forEach(([, points], index) => this.paintEngine(points, AXIS + 2 * ROW + 4 + index * ENGINE));
+    this.engines.forEach(([, points, begins], index) => this.paintEngine(points, begins, AXIS + 2 * ROW + 4 + index * ENGINE));
     if (this.data.density) this.paintDensity(this.head - 96);
     if (this.data.known_from > this.view.t0) {
       c.fillStyle = this.ink.soft;
@@ -277,10 +284,10 @@ export class Lanes {
     }
   }
 
-  paintEngine(points, top) {
+  paintEngine(points, begins, top) {
     const { c } = this, bottom = top + ENGINE - 6;
     points.forEach(([at, state, version, running, , paused], index) => {
-      const left = this.x(index ? points[index - 1][0] : at - 1), right = this.x(at);
+      const left = this.x(begins[index]), right = this.x(at);
       if (right < LEFT || left > this.width) return;
       const height = (bottom - top - 5) * ((running ?? 0) / this.mostRunning);
       c.fillStyle = state === "healthy" ? versionColour(version) : state === "dead" ? this.ink.bad : "#999";

@@ -28,7 +28,7 @@ export function Engines({ run, ticks }) {
   if (error && !data) return html`<div class="error">${plain(error)}</div>`;
   if (!data) return html`<div class="empty">Reading events …</div>`;
   const engines = Object.entries(data.engines ?? {});
-  if (!engines.length) return html`<div class="empty">This run has recorded no state of its engines.</div>`;
+  if (!engines.length) return html`<div class="empty">The last command of this run has recorded no state of its engines.</div>`;
   const newest = Math.max(...engines.map(([, points]) => points.at(-1)[0]));
   const several = engines.length > 1, shares = engineShares(engines.map(([, points]) => points));
   const cached = engines.some(([, points]) => points.some((point) => point[7] !== null));
