@@ -104,11 +104,19 @@ class StepReport:
 
 
 class Progress:
-    """Finished steps, their rewards, and the remaining time at the pace since the start."""
+    """Finished steps, their rewards, and the remaining time at the pace since the start.
 
-    def __init__(self, total_steps: int, start_step: int, clock: Clock, rewards: Sequence[float] = ()) -> None:
+    Attributes:
+        total_steps: of the whole run; may change, as a reader of the run learns of it.
+        rewards: the finite ones of the known steps, in the order of ``steps``.
+    """
+
+    def __init__(
+        self, total_steps: int, start_step: int, clock: Clock, rewards: Mapping[int, float] | None = None
+    ) -> None:
         self.total_steps = total_steps
-        self.rewards = list(rewards)
+        self.steps = list(rewards or ())
+        self.rewards = list((rewards or {}).values())
         self.step = self._start_step = start_step
         self._clock = clock
         self._started = self._latest_at = clock()
@@ -116,7 +124,12 @@ class Progress:
     def update(self, report: StepReport) -> None:
         """Add a finished step."""
         self.step, self._latest_at = report.step, self._clock()
-        self.rewards.append(report.reward)
+        while self.steps and self.steps[-1] >= report.step:  # a resumed run repeats them
+            self.steps.pop()
+            self.rewards.pop()
+        if math.isfinite(report.reward):
+            self.steps.append(report.step)
+            self.rewards.append(report.reward)
 
     def waiting_line(self, in_flight: int, failures: Failures, oldest_s: float) -> str:
         """Return the line for a run in which no step finishes."""
@@ -127,11 +140,15 @@ class Progress:
 
     @property
     def trend(self) -> str:
-        """The change of the mean reward over the last ``TREND_STEPS`` steps; empty until there are twice as many."""
+        """The change of the mean reward from the ``TREND_STEPS`` known steps before to the last ones, and over how many steps: a
+        reader does not see each step. Empty until there are twice as many."""
         if len(self.rewards) < 2 * TREND_STEPS:
             return ""
-        before, now = self.rewards[-2 * TREND_STEPS : -TREND_STEPS], self.rewards[-TREND_STEPS:]
-        return f"  {statistics.fmean(now) - statistics.fmean(before):+.3f} in {TREND_STEPS} steps"
+        (before, now), (since, until) = (
+            (statistics.fmean(values[-2 * TREND_STEPS : -TREND_STEPS]), statistics.fmean(values[-TREND_STEPS:]))
+            for values in (self.rewards, self.steps)
+        )
+        return f"  {now - before:+.3f} in {until - since:.0f} steps"
 
     @property
     def elapsed_s(self) -> float:
@@ -346,14 +363,14 @@ def make_view(
     *,
     start_step: int = 0,
     clock: Clock = time.monotonic,
-    rewards: Sequence[float] = (),
+    rewards: Mapping[int, float] | None = None,
 ) -> TerminalView | PlainView:
     """Return a panel if ``console`` is a terminal, else plain lines.
 
     Args:
         title: run name and mode.
         start_step: the step from which the run resumes; the remaining time is estimated from the steps after it.
-        rewards: of earlier steps, for the curve.
+        rewards: of earlier steps, by step, for the curve.
     """
     progress = Progress(total_steps, start_step, clock, rewards)
     if console.is_terminal and not console.is_dumb_terminal:

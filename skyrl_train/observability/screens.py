@@ -63,8 +63,8 @@ class RunScreens(App[None]):
         super().__init__()
         self._watched = watched
         self._poll_s, self._share = poll_s, share
-        progress = Progress(watched.total_steps, 0, watched.elapsed_s, watched.rewards)
-        self._panel = RunPanel(watched.title, progress)
+        self._progress = Progress(watched.total_steps, 0, watched.elapsed_s, watched.rewards)
+        self._panel = RunPanel(watched.title, self._progress)
         self._phase, self._step = "train", 0  # whose samples are shown; 0: of the newest step
         self._samples: dict[str, Any] = {}
         self._reading = self._look_again = False
@@ -179,6 +179,7 @@ class RunScreens(App[None]):
     def _draw(self, shown: str, report: StepReport | None, drawn: Drawn, state: tuple[object, ...], due: bool) -> None:
         self._reading, self._drawn = False, state
         self._panel.start_up = self._watched.start_up
+        self._progress.total_steps = self._watched.total_steps  # without max_steps, the run tells it as training begins
         if report is not None:
             self._panel.update(report)
         else:

@@ -117,6 +117,27 @@ def test_the_row_of_a_run_tells_its_last_step(tmp_path: Path) -> None:
     assert row["curve"][0] == [1, 0.01] and row["curve"][-1] == [100, 1.0]
 
 
+def test_the_length_of_a_run_by_epochs_is_that_of_its_newest_command_that_trained(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / CONFIG).write_text(to_yaml(compose("quickstart", ["trainer.max_steps=null", "trainer.epochs=2"])))
+    process = {"host": "", "pid": 1, "version": "", "python": "", "config": "", "git": None, "command": []}
+    found = [RunsFolder(tmp_path).row("run")["total_steps"]]
+    for begun in (
+        {"kind": "run", "step": 0, "total_steps": 50},
+        {"kind": "resume", "step": 7, "total_steps": 75},
+        None,
+    ):
+        log = EventLog(run / EVENTS, segment_bytes=100)
+        log.record("process", **process)
+        if begun is not None:
+            log.record(**begun)
+            log.record("note", text=f'"kind":"run" {"x" * 100}')
+        log.close()
+        found.append(RunsFolder(tmp_path).row("run")["total_steps"])
+    assert found == [None, 50, 75, 75]
+
+
 def test_the_list_of_runs_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ended", "trains"):
         write_metrics(tmp_path / name, [{"step": 1, "reward/mean": 0.5}])

@@ -113,6 +113,22 @@ async def test_before_the_first_step_the_parts_of_the_start_are_shown(
         assert "engines: " not in text_of(app, "panel") and "step 1/8" in text_of(app, "panel")
 
 
+async def test_the_length_of_a_run_by_epochs_is_shown_once_training_has_begun(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / CONFIG).write_text(to_yaml(compose("quickstart", ["trainer.max_steps=null"])))
+    app = RunScreens(WatchedRun(path), poll_s=600.0, share=math.inf)  # as of `train --watch`
+    log = EventLog(path / EVENTS)
+    log.record("process", host="", pid=1, version="", python="", config="", git=None, command=[])
+    log.record("run", step=0, total_steps=50)
+    log.close()
+    (path / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.5}\n')
+    async with app.run_test(size=(120, 40)) as pilot:
+        await app.workers.wait_for_complete()
+        await pilot.pause()
+        assert "step 3/50" in text_of(app, "panel")
+
+
 async def test_samples_of_evaluations_and_of_versions_without_tokens_are_shown(tmp_path: Path) -> None:
     path = RecordedRun(tmp_path / "run", steps=3).path
     shutil.copy(path / "samples" / "step_000001.parquet", path / "samples" / "eval_000002.parquet")

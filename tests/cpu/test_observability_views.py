@@ -163,6 +163,7 @@ def test_the_panel_keeps_to_one_line_for_each_fact_and_shows_what_alarms_in_red(
         REPORT,
         reward_std=0.25,
         entropy=1.5,
+        step=20,
         grad_norm=0.7,
         ess=0.2,
         no_signal=0.75,
@@ -195,6 +196,17 @@ def test_the_panel_shows_the_most_urgent_alarm_and_what_to_do() -> None:
         shown = raw.getvalue().decode()
         assert label in shown and advice[0].finding in shown and advice[0].action in shown
         assert ("(and 1 more)" in shown) is (label == "ALARM")
+
+
+def test_the_trend_says_over_how_many_steps_it_is_and_leaves_out_steps_without_a_reward() -> None:
+    console, raw = console_of(terminal=True)
+    earlier = {step: step / 1000 for step in range(0, 1000, 50)}  # as a reader of a long run knows them
+    view = make_view(console, 10_000, "quickstart", clock=ManualClock(), rewards=earlier)
+    for step, reward in ((1000, 1.0), (1001, math.nan)):
+        view.update(dataclasses.replace(REPORT, step=step, reward=reward))
+    view.close()
+    shown = raw.getvalue().decode()
+    assert "+0.500 in 500 steps" in shown and "nan in" not in shown
 
 
 def test_the_panel_draws_the_rewards_so_far() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from functools import lru_cache
@@ -17,7 +18,7 @@ import orjson
 import yaml
 
 from skyrl_train.errors import NoSuchRunError
-from skyrl_train.events.log import EVENTS
+from skyrl_train.events.log import EVENTS, segment_paths
 from skyrl_train.events.reader import segment_content
 from skyrl_train.observability.readers.settings import setting_of
 from skyrl_train.observability.run_folder import (
@@ -37,6 +38,8 @@ _NEWEST = 500  # runs in the list
 LIVE_S = 60.0  # a run that trains writes at least one line per second to events/
 MAX_AHEAD_S = 3600.0  # of the clock of a file server
 _CONFIG_BYTES = 1 << 20
+_START_BYTES = 1 << 18  # of a segment, with the beginning of training
+_BEGUN = re.compile(rb'^\{"kind":"(?:run|resume)",.*"total_steps":(\d{1,15})', re.MULTILINE)
 _TAIL_BYTES, _ROW_BYTES = 1 << 16, 1 << 20  # a row has the indices of all its groups
 
 
@@ -112,7 +115,7 @@ class RunsFolder:
             "state": state,
             "written": written,
             "mode": str(setting_of(config, "trainer.mode") or ""),
-            "total_steps": setting_of(config, "trainer.max_steps"),
+            "total_steps": setting_of(config, "trainer.max_steps") or _recorded_steps(self.file(name, EVENTS)),
             **_course(self.file(name, METRICS)),
         }
 
@@ -139,6 +142,28 @@ def _course_of(metrics: Path, inode: int, size: int, mtime_ns: int) -> dict[str,
         "tokens": last.get("inference/generated_tokens_total"),
         "curve": [[row["step"], row.get("reward/mean")] for row in rows],
     }
+
+
+def _recorded_steps(events: Path) -> int | None:
+    """Return the steps of the whole run, as the newest command that began to train recorded them; None: none did.
+
+    The settings lack them if they follow from the epochs and the data.
+    """
+    for path in reversed(segment_paths(events).values()):
+        with contextlib.suppress(OSError):  # compressed meanwhile
+            if path.is_symlink() or (steps := _steps_of(path, min(path.stat().st_size, _START_BYTES))) is None:
+                continue
+            return steps
+    return None
+
+
+@lru_cache(10_000)
+def _steps_of(segment: Path, size: int) -> int | None:
+    content = segment_content(segment, _START_BYTES)
+    if not content.startswith(b'{"kind":"process"'):  # a command begins with a segment of its own
+        return None
+    begun = _BEGUN.search(content)
+    return None if begun is None else int(begun[1])
 
 
 def no_such_run(*paths: Path) -> NoSuchRunError:

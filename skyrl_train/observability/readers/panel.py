@@ -36,7 +36,7 @@ class WatchedRun:
         title: the run and its mode.
         settings: of its ``config.yaml``.
         store: its record.
-        rewards: the mean rewards of earlier steps, some of them if there are many.
+        rewards: the mean rewards of earlier steps by step, some of them if there are many.
         in_flight, oldest_s: groups in generation after the newest step, and the age of the oldest one then (NaN: unknown).
         failures: up to the newest step.
         start_up: lines about the start of the last command, while it has not finished a step.
@@ -57,7 +57,9 @@ class WatchedRun:
             case _:
                 self._allowed = 0
         rows = spread_rows(self._runs.file(self._name, METRICS), CURVE_STEPS)
-        self.rewards = [reward for row in rows[:-1] if (reward := _finite(row).get("reward/mean")) is not None]
+        self.rewards = {
+            row["step"]: reward for row in rows[:-1] if (reward := _finite(row).get("reward/mean")) is not None
+        }
         self.title = visible(f"{root if self._name == '.' else root / self._name} ({self.header['mode']})")
         self.in_flight, self.oldest_s, self.failures = 0, math.nan, Failures()
         self.start_up: list[str] = []
