@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recorded_runs import RecordedRun
 from starlette.testclient import TestClient
 
 from skyrl_train.config.compose import compose, to_yaml
@@ -37,7 +38,7 @@ from skyrl_train.observability.readers.incidents import incidents
 from skyrl_train.observability.readers.series import MetricTable, curves
 from skyrl_train.observability.readers.settings import differing_settings, settings_table
 from skyrl_train.observability.readers.timeline import EventStore
-from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS, RunFolder
+from skyrl_train.observability.run_folder import CONFIG, FINISHED, LOCK, METRICS, SAMPLES, RunFolder
 
 HOSTILE = "<script>alert(1)</script>\u202e\u0000\x1b[31m"
 
@@ -89,6 +90,16 @@ def test_a_link_in_a_run_that_leads_out_is_a_missing_file(tmp_path: Path) -> Non
     (run / METRICS).symlink_to(outside)
     answer = client_of(tmp_path / "runs").get("/api/metrics", params={"run": "run", "name": "reward/mean"}).json()
     assert answer["rows"] == 0
+
+
+def test_samples_behind_a_link_that_leads_out_are_missing(tmp_path: Path) -> None:
+    outside = RecordedRun(tmp_path / "outside", steps=1).path
+    (outside / "samples.jsonl").write_text('{"step": 1, "prompt": "secret"}\n')  # of versions without tokens
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / LOCK).touch()
+    (run / SAMPLES).symlink_to(outside)  # whose folder samples/ would be read
+    assert client_of(tmp_path / "runs").get("/api/samples?run=run").json()["rows"] == []
 
 
 def test_the_state_of_a_run_follows_from_its_files(tmp_path: Path) -> None:

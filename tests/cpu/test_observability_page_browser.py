@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,8 @@ import pytest
 import uvicorn
 from browser import CHROMIUM, Browser, browsing
 from recorded_runs import RecordedRun
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyrl_train.events.log import EVENTS, EventLog
 from skyrl_train.observability.page.app import create_page
@@ -29,11 +31,11 @@ SHOTS = os.environ.get("SKYRL_PAGE_SHOTS")  # a folder for screenshots
 
 
 @asynccontextmanager
-async def serving(root: Path) -> AsyncIterator[str]:
+async def serving(root: Path, wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app) -> AsyncIterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            create_page(root), lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1
+            wrap(create_page(root)), lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=1
         )
         server = uvicorn.Server(config)
         server.capture_signals = lambda: nullcontext()  # type: ignore[method-assign]
@@ -195,4 +197,51 @@ async def test_a_run_of_a_thousand_steps_lists_some_of_them_and_marks_no_checkpo
         options = await browser.value("[...document.querySelector('select').options].map(one => Number(one.value))")
         assert options == sorted(options) and {1, *range(450, 551), 1000} <= {*options}
         assert len(options) < 450 and max(b - a for a, b in pairwise(options)) <= 5
+        assert browser.complaints == []
+
+
+async def test_the_page_follows_a_run_again_after_a_proxy_has_answered_for_its_server(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "first-1", steps=4).path
+    refused: list[str] = []
+
+    def behind_a_proxy(app: ASGIApp) -> ASGIApp:
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["path"] == "/api/live" and not refused:
+                refused.append(scope["path"])
+                await PlainTextResponse("Bad Gateway", 502)(scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return answer
+
+    async with serving(tmp_path, behind_a_proxy) as url, browsing(tmp_path / "profile") as browser:
+        await browser.open(f"{url}#/run/first-1/overview")
+        await browser.until("document.querySelector('header').innerText.includes('step 4')")
+        with (run / METRICS).open("a") as file:
+            file.write('{"step": 5, "reward/mean": 0.123}\n')
+        await browser.until("document.querySelector('.card .now')?.innerText === '0.123'")
+        assert refused
+
+
+async def test_figures_are_drawn_where_they_belong(tmp_path: Path) -> None:
+    times = {"step": 10.0, "train": 3.0, "gather": 0.0, "wait_for_batch": 0.5, "transfer": 0.3, "pause": 0.2}
+    times |= {"wait_for_weight_sync": 6.5, "wait_for_evaluation": 6.0}
+    rows = [{"step": step, **{f"time/{name}": value for name, value in times.items()}} for step in (1, 2)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    async with serving(tmp_path) as url, browsing(tmp_path / "profile") as browser:
+        await browser.open(f"{url}#/run/run/overview")
+        card = "[...document.querySelectorAll('.card')].find(one => one.innerText.startsWith('Who waits'))"
+        await browser.until(f"{card}?.querySelectorAll('.u-series').length === 5")
+        legend = f"[...{card}.querySelectorAll('.u-series')].map(one => one.innerText.replace(/(\\.0+)? %/, '%'))"
+        assert await browser.value(legend) == [
+            "step2", "waits for groups5%", "other turns60%", "weight sync5%", "training30%",
+        ]  # fmt: skip
+        # Rewards may be negative, and a chart without values has a scale too.
+        ends = "[[-2, -1], [-1, 1], [1, 2], [null, null]]"
+        ranges = f"import('/static/charts.js').then(m => {ends}.map(one => m.zeroBased(null, ...one)))"
+        assert await browser.value(ranges) == [[-2.12, 0], [-1.06, 1.06], [0, 2.12], [0, 1]]
+        # The state of an engine is none of the time in which nothing ran, as before a resume.
+        since = "import('/static/lanes.js').then(m => m.beginnings([[5], [6], [7], [100], [101]]))"
+        assert await browser.value(since) == [4, 5, 6, 99, 100]
         assert browser.complaints == []

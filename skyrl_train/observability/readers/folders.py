@@ -70,7 +70,8 @@ class RunsFolder:
     def file(self, name: str, *parts: str) -> Path:
         """Return the path of a file or folder in a run, which may be missing. A link that leads out is a missing file."""
         path = self.path(name).joinpath(*parts)
-        return path if path.resolve().is_relative_to(self.root) else path / "outside"
+        # A file that nobody can create, nor anything below its parent.
+        return path if path.resolve().is_relative_to(self.root) else Path(os.devnull, *parts)
 
     def names(self) -> list[str]:
         """Return the names of all runs, the one that was written last first."""

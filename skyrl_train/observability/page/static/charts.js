@@ -125,7 +125,8 @@ function within(u, low, high) {
   return [low >= 0 && low - margin < 0 ? 0 : low - margin, high + margin];
 }
 
-export const zeroBased = (u, low, high) => [0, high > 0 ? high * 1.06 : 1];
+// From 0, or from the lowest value if it is negative.
+export const zeroBased = (u, low, high) => [low < 0 ? low * 1.06 : 0, high > 0 ? high * 1.06 : low < 0 ? 0 : 1];
 export const sharesOf = () => [0, 1];
 
 // A card with the curve of one metric; with several rows per point, the band of their extremes.

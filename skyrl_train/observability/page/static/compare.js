@@ -11,8 +11,10 @@ const CURVES = [
 ];
 const NAMES = [TOKENS, ...CURVES.map(([name]) => name)];
 
+export const MOST_RUNS = 12;
+
 export function Compare({ query }) {
-  const runs = query.getAll("run").slice(0, 12);
+  const runs = query.getAll("run").slice(0, MOST_RUNS);
   useEffect(() => { document.title = "skyrl_train · Compare"; }, []);
   return html`<header><div class="top"><span class="name"><a href="#/">runs</a> / compare ${runs.length}</span></div><nav></nav></header>
     <main><${Comparison} runs=${runs} link=${(run) => `#/run/${encodeURIComponent(run)}/overview`} /></main>`;

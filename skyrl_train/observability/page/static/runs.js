@@ -1,6 +1,7 @@
 // The list of runs.
 import { html, useEffect, useState } from "./vendor/preact.js";
 import { Spark } from "./charts.js";
+import { MOST_RUNS } from "./compare.js";
 import { ago, duration, get, moment, number, plain, useAnswer } from "./util.js";
 
 export function Runs() {
@@ -19,7 +20,7 @@ export function Runs() {
   <main>
     ${error && html`<div class="error">${error} The list may be old.</div>`}
     <div class="bar"><span>${data.runs.length} ${data.runs.length === 1 ? "run" : "runs"}</span><span class="grow"></span>
-      ${chosen.length > 1 ? html`<a href=${compare}>compare ${chosen.length} runs</a>` : data.runs.length > 1 && html`<span>mark two or more to compare them</span>`}</div>
+      ${chosen.length > 1 ? html`<a href=${compare}>compare ${chosen.length > MOST_RUNS ? `the first ${MOST_RUNS} of ${chosen.length} marked` : chosen.length} runs</a>` : data.runs.length > 1 && html`<span>mark two or more to compare them</span>`}</div>
     ${data.runs.length === 0 ? html`<div class="empty">There is no run in this folder yet.</div>` : html`
     <div class="scroll"><table><thead><tr><th></th><th>run</th><th>state</th><th>reward</th><th class="n">last</th><th class="n">step</th>
       <th class="n">training</th><th class="n">sampled</th><th>mode</th><th>began</th><th>last sign</th></tr></thead><tbody>

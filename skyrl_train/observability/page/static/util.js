@@ -116,7 +116,7 @@ export async function get(path, parameters = {}) {
   if (answers) return answers[[path, parameters.run, parameters.axis].filter((one) => typeof one === "string").join(" ")];
   const response = await fetch(address(path, parameters));
   costs[path] = Number(/dur=([\d.]+)/.exec(response.headers.get("server-timing"))?.[1] ?? 0);
-  const body = await response.json().catch(() => ({ error: `The page's server answered ${response.status}.` }));
+  const body = await response.json().catch(() => ({ error: response.status === 401 ? "The page was started again. Open the address with its token, as the command printed it." : undefined }));
   if (!response.ok) throw new Error(body.error ?? `The page's server answered ${response.status}.`);
   return body;
 }
@@ -165,17 +165,22 @@ export function usePaced(tick, path) {
   return shown;
 }
 
+const RETRY_MS = 3000;
+
 // Counts, per part of the run, how often it has changed since `parts` was read. Nothing is followed while the page is hidden.
 export function useLive(run, parts) {
   const [ticks, setTicks] = useState({});
   useEffect(() => {
     if (!parts) return undefined;
-    let seen = { ...parts }, source = null;
+    let seen = { ...parts }, source = null, timer = 0;
     const open = () => {
+      clearTimeout(timer);
       source?.close();
       source = null;
       if (document.hidden) return;
       source = new EventSource(address("live", { run }));
+      // A browser comes back to a server that is gone, but not to one that answers with an error, as a proxy does meanwhile.
+      source.onerror = () => { if (source?.readyState === EventSource.CLOSED) timer = setTimeout(open, RETRY_MS); };
       source.onmessage = (event) => {
         const changed = Object.entries(JSON.parse(event.data)).filter(([part, text]) => seen[part] !== text);
         if (!changed.length) return;
@@ -187,6 +192,7 @@ export function useLive(run, parts) {
     document.addEventListener("visibilitychange", open);
     return () => {
       document.removeEventListener("visibilitychange", open);
+      clearTimeout(timer);
       source?.close();
     };
   }, [run, parts !== null && parts !== undefined]);
