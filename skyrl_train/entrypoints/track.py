@@ -30,7 +30,7 @@ def track(
     path = runs.path(runs.newest())
     if trains_now(path):
         raise ConfigError(
-            f"{path} trains now. Wait for its end, or stop it and continue it with trainer.trackers={trackers}."
+            f"{path} trains now. Wait for its end, or stop it and continue it with trainer.trackers=[{','.join(trackers)}]."
         )
     factories = {tracker: tracker_factory(tracker) for tracker in trackers}
     folders = {tracker: tracker_folder(path if output is None else output / path.name, tracker) for tracker in trackers}

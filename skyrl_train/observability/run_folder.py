@@ -215,7 +215,11 @@ def read_config(folder: Path) -> RunConfig:
         OSError: there is no such file.
     """
     path = folder / CONFIG
-    return from_yaml(path.read_text(encoding="utf-8"), where=str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is damaged: {error}.") from error
+    return from_yaml(text, where=str(path))
 
 
 def _numbered_folders(runs_dir: Path, run_name: str) -> dict[int, Path]:

@@ -202,6 +202,10 @@ class _Trace:
         for (pid, tid), name in sorted(self._threads.items()):
             for key, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
                 meta.append({"ph": "M", "name": key, "pid": pid, "tid": tid, "ts": 0, "args": value})
+        # What began before the first event that was read ended later; Perfetto drops negative times.
+        before = min((event["ts"] for event in self._events), default=0)
+        if before < 0:
+            self._events = [{**event, "ts": event["ts"] - before} for event in self._events]
         # Of slices that begin together, the outer one comes first.
         return meta + sorted(self._events, key=lambda event: (event["ts"], -event.get("dur", 0)))
 

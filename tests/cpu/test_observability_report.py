@@ -457,7 +457,8 @@ def test_markdown_keeps_texts_apart_from_its_own_marks() -> None:
     ("value", "unit", "text"),
     [
         (0.1234, "", "0.123"), (1234.5, "", "1234"), (12345.0, "", "12.3k"), (2.5e6, "tokens", "2.5M"), (0.5, "share", "50.0%"),
-        (0.0123, "s", "12.3 ms"), (12.0, "s", "12 s"), (math.nan, "s", "–"), (math.inf, "", "–"), (None, "", "–"), ("x", "", "–"),
+        (999.7, "", "1000"), (999_700, "", "1M"), (1.7e308, "", "1.7e+296T"), (0.0123, "s", "12.3 ms"), (12.0, "s", "12 s"),
+        (math.nan, "s", "–"), (math.inf, "", "–"), (None, "", "–"), ("x", "", "–"),
     ],
 )  # fmt: skip
 def test_numbers_are_short(value: Any, unit: str, text: str) -> None:

@@ -94,11 +94,11 @@ def test_folders_with_other_names_do_not_count(tmp_path: Path) -> None:
     assert run(config_of(tmp_path)).path == tmp_path / "run-1"
 
 
-@pytest.mark.parametrize("content", [None, "", "trainer: {setting_of_another_version: 1}", "a: ["])
+@pytest.mark.parametrize("content", [None, "", "trainer: {setting_of_another_version: 1}", "a: [", "cut: \udcc3"])
 def test_a_run_whose_configuration_cannot_be_read_is_not_continued(tmp_path: Path, content: str | None) -> None:
     (tmp_path / "run-1").mkdir()
     if content is not None:
-        (tmp_path / "run-1" / "config.yaml").write_text(content)
+        (tmp_path / "run-1" / "config.yaml").write_text(content, errors="surrogateescape")
     assert run(config_of(tmp_path, seed=1)).path == tmp_path / "run-2"
 
 

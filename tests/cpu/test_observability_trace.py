@@ -131,6 +131,12 @@ def test_counters_follow_engines_and_lag(events: list[Event]) -> None:
     assert counters[ENGINES, "tokens/s"][0] == {"sampled": pytest.approx(100.0, abs=1e-3)}  # times have 0.2 us
 
 
+def test_no_time_is_negative_although_groups_and_responses_began_before_what_was_read(tmp_path: Path) -> None:
+    path = RecordedRun(tmp_path / "run", steps=12, segment_bytes=1000).path
+    assert main(["trace", str(path), "--steps", "10:10", "--output", str(tmp_path / "trace.json.gz")]) == 0
+    assert min(event["ts"] for event in read(tmp_path / "trace.json.gz") if event["ph"] != "M") == 0
+
+
 def test_by_default_the_last_steps_are_traced(run: Path, tmp_path: Path) -> None:
     assert main(["trace", str(run), "--output", str(tmp_path / "t.json.gz")]) == 0
     steps = {event["name"] for event in read(tmp_path / "t.json.gz") if event["name"].startswith("update_policy")}

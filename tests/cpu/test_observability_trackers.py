@@ -362,7 +362,7 @@ def test_a_run_is_sent_afterwards_in_the_order_of_its_steps(tmp_path: Path, caps
     run = RecordedRun(tmp_path / "runs" / "killed-1", steps=3).path
     with (run / METRICS).open("a") as file:
         file.write('{"step": 3, "reward/mean": 0.25, "loss/policy": null, "group_indices": [1]}\n{"step": 4, "rew')
-    (run / EVALUATIONS).write_text('{"step": 2, "time": 9.0, "eval/pass@1": 0.5}\n')
+    (run / EVALUATIONS).write_text('{"step": 2, "policy_version": 2, "time": 9.0, "eval/pass@1": 0.5}\n')
     (run / SAMPLES / "step_000002.parquet").write_bytes(b"damaged")
     name = f"{__name__}:Recorder"
     assert main(["track", str(run), name]) == 0
@@ -414,8 +414,8 @@ def test_a_run_that_cannot_be_sent_says_why(tmp_path: Path, capsys: pytest.Captu
         assert main(["track", str(run), *arguments]) == 2
         assert message in capsys.readouterr().err.replace("\n", " ")
     with closing(RunFolder(tmp_path / "run-2", compose("quickstart", []))):
-        assert main(["track", str(tmp_path / "run-2"), "tensorboard"]) == 2
-    assert "trains now" in capsys.readouterr().err
+        assert main(["track", str(tmp_path / "run-2"), "tensorboard", "mlflow"]) == 2
+    assert "trains now" in (said := capsys.readouterr().err) and "with trainer.trackers=[tensorboard,mlflow]." in said
 
 
 # TensorBoard ------------------------------------------------------------------------------------------------------
@@ -498,6 +498,7 @@ def tracked(tmp_path: Path, name: str, limit_s: float = 300.0) -> Path:
     done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=limit_s, check=True, cwd=tmp_path)
     assert "NOTE" in done.stdout
     assert "failed" not in done.stdout and "in time" not in done.stdout, done.stdout + done.stderr
+    (tmp_path / "notes").write_text(done.stdout)
     return tmp_path / "quickstart-1" / "logs" / name
 
 
@@ -507,6 +508,12 @@ def test_wandb_offline(tmp_path: Path) -> None:
     name = (folder / "run_id").read_text()
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     assert [run.name.rpartition("-")[2] for run in runs] == [name, name]
+    assert f"wandb sync {folder / 'wandb'}\n" in (tmp_path / "notes").read_text()
+    command = [sys.executable, "-m", "wandb", "sync", "--dry-run", str(folder / "wandb")]
+    listed = subprocess.run(
+        command, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True, check=True
+    )
+    assert "Would sync 2 run(s)" in listed.stdout + listed.stderr
     tables = [[json.loads(file.read_text()) for file in run.rglob("train_*.table.json")] for run in runs]
     answers = [sorted(table["data"][0][-1] for table in some) for some in tables]
     assert answers == [["answer 1", "answer 2", "answer 3"], ["answer 3", "answer 4"]]

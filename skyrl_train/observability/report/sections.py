@@ -308,9 +308,10 @@ def number(value: Any) -> str:
     """Return a number in three digits, with k, M, G or T from 10,000 on; a dash for anything else."""
     if not is_finite_number(value):
         return "–"
-    if abs(value) < 1e4:
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    power = min(4, int(math.log10(abs(value)) // 3))
+    size = abs(float(f"{value:.3g}"))  # 999.7 is shown as 1000
+    if size < 1e4:
+        return f"{value:.3g}" if size < 1000 else f"{value:.0f}"
+    power = int(min(4.0, math.log10(size) // 3))
     return f"{value / 1000**power:.3g}{' kMGT'[power]}"
 
 

@@ -73,8 +73,8 @@ class _Rows:
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a row: neither its step and times, nor lists and missing values."""
-    other = ("step", "time", "elapsed_s")
+    """Return the metrics of a row: neither its step, version and times, nor lists and missing values."""
+    other = ("step", "policy_version", "time", "elapsed_s")
     return {
         name: value
         for name, value in row.items()

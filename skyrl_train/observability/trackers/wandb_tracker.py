@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ class WandbTracker(Tracker):
             mode=mode, resume="allow" if mode == "online" else None, config=flat_config(config), settings=settings,
         )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
-        offline = f"offline; send it with: wandb sync {Path(self._run.dir).parent}"
+        # The folder of all its parts: each command that resumes the run begins another one.
+        offline = f"offline; send it with: wandb sync {shlex.quote(str(Path(self._run.dir).parents[1]))}"
         self.location = offline if self._run.offline else self._run.url
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
