@@ -65,7 +65,7 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
         for_each(dataset, check)
         for record in evaluation_prompts:
             check(record)
-    if isinstance(dataset, PromptDataset) and config.trainer.policy.model.path is None:
+    if config.trainer.policy.model.path is None:
         build = config.trainer.policy.model.build
         check_alphabet(dataset, build.alphabet, build.words)
     build_loader(dataset, config.data, config.trainer.seed)  # raises now if the sampler cannot work with this data

@@ -23,7 +23,7 @@ from skyrl_train.entrypoints.inputs import load_inputs
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import CheckpointError, ConfigError, DataError
 from skyrl_train.rollout.data import streaming
-from skyrl_train.rollout.data.dataset import RecordMaker, Row, check_alphabet, load_dataset, open_rows
+from skyrl_train.rollout.data.dataset import RecordMaker, Row, load_dataset, open_rows
 from skyrl_train.rollout.data.loader import PromptLoader, open_prompts
 from skyrl_train.rollout.data.prompt_limit import PromptLimit
 from skyrl_train.rollout.data.streaming import CHUNK_ROWS, ROWS_AHEAD, StreamingPrompts
@@ -206,10 +206,12 @@ def test_a_missing_file_is_refused_before_anything_starts(tmp_path: Path) -> Non
 
 
 async def test_characters_that_the_tokenizer_lacks_are_found_as_they_are_read(tmp_path: Path) -> None:
-    prompts = stream(write_all_kinds(tmp_path, rows_of(3))[:1])
-    check_alphabet(prompts, "0123456789")
+    (path, *_) = write_all_kinds(tmp_path, [*rows_of(3), {"prompt": "5?"}])
+    settings = [f"data.train_data=[{path}]", "data.streaming=true", "trainer.max_steps=1"]
+    prompts = load_inputs(compose("quickstart", [*settings, "environment.env_class=single_turn"])).dataset
+    assert isinstance(prompts, StreamingPrompts)
     reader = Reader(prompts)
-    with pytest.raises(ConfigError, match=r"contain '=', which .*alphabet"):
+    with pytest.raises(ConfigError, match=r"contain '\?', which .*alphabet"):
         await reader.read()
     await reader.loader.source.aclose()
 
