@@ -189,7 +189,7 @@ def cluster(config: RunConfig) -> Iterator[Finding]:
                     f"{name}: {first_line(error)}",
                     f"pip install '{DISTRIBUTION}=={version_of(DISTRIBUTION)}' there",
                 )
-        sharded = config.trainer.strategy is TrainingStrategy.fsdp2 and config.trainer.ckpt_path is None
+        sharded = config.trainer.strategy is TrainingStrategy.fsdp2  # also with ckpt_path, to which one node sends the files
         yield from compared(reports, str(runs), model, must_share=sharded)
         if len(reports) < len(nodes) or len(nodes) == 1:
             return
@@ -258,7 +258,7 @@ def compared(reports: Sequence[NodeReport], runs: str, model: str | None, *, mus
             yield (
                 "runs of the nodes",
                 f"{report.node} does not see what this machine writes in {runs}",
-                "Ranks write checkpoints: name a shared folder in trainer.runs_dir, or a store in trainer.ckpt_path",
+                "Ranks write checkpoints: name a folder on a disk that all nodes share in trainer.runs_dir",
             )
         if report.no_model:
             yield "model of the nodes", f"{report.node} has no {model}", "Copy it there, to the same path"

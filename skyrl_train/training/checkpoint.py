@@ -232,8 +232,20 @@ class CheckpointStore:
         return target
 
     def _seal(self, folder: Path, step: int, checksums: Mapping[str, str]) -> None:
-        """Flush the writer's files and list them in the manifest, which is written last."""
-        paths = sorted(folder.rglob("*"))
+        """Flush the writer's files and list them in the manifest, which is written last.
+
+        Raises:
+            CheckpointError: a file that the writer has written is not here.
+        """
+        # Each rank makes its folders where it is, and would not notice that they are on another disk.
+        if elsewhere := [name for name in checksums if not (folder / name).is_file()]:
+            raise CheckpointError(
+                f"The checkpoint of step {step} is not complete in {self._root}: {len(elsewhere)} of its files, such as "
+                f"{elsewhere[0]}, are on disks of other nodes. Name a folder on a disk that all nodes share in "
+                "trainer.runs_dir or trainer.run_dir."
+            )
+        # A network file system may list a folder without what another node has just written there.
+        paths = sorted({*folder.rglob("*"), *(folder / name for name in checksums)})
         files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
         manifest = Manifest(
             step,

@@ -28,6 +28,7 @@ from skyrl_train.training.checkpoint import (
     checkpoint_step,
     find_damage,
     is_complete,
+    read_manifest,
 )
 
 
@@ -282,6 +283,28 @@ def test_a_writers_own_error_passes_through_and_leaves_nothing(tmp_path: Path) -
     with pytest.raises(ZeroDivisionError):
         store.write(1, writer)
     assert steps(tmp_path) == []
+
+
+def test_a_file_that_a_rank_has_written_elsewhere_is_missed(tmp_path: Path) -> None:
+    """Without a disk that all nodes share, a checkpoint would lack the shards of all nodes but one."""
+    store = CheckpointStore(tmp_path, max_to_keep=1)
+    store.write(1, writing("old"))
+
+    def writer(folder: Path) -> dict[str, str]:
+        return {**writing("new")(folder), "policy/shard-00002": "crc32:00000000"}
+
+    with pytest.raises(CheckpointError, match=r"1 of its files, such as policy/shard-00002, .* trainer\.runs_dir"):
+        store.write(2, writer)
+    assert content(store.latest()) == "old" and steps(tmp_path) == ["global_step_1", "latest"]
+
+
+def test_a_file_that_the_folder_does_not_list_yet_is_in_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, listed = CheckpointStore(tmp_path, max_to_keep=1), Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda path, how: (at for at in listed(path, how) if at.name != "weights"))
+    assert content(store.write(1, writing("one"))) == "one"
+    assert read_manifest(tmp_path / "global_step_1").sizes == {"weights": 3, "policy/state": 6}
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_new_one(

@@ -41,7 +41,7 @@ def test_what_differs_between_nodes_is_named_with_its_remedy() -> None:
 @pytest.mark.parametrize("must_share", [True, False])
 def test_ranks_need_a_folder_that_they_share_and_others_one_that_they_can_write(must_share: bool) -> None:
     text, remedy = found(report("a"), report("b", shared=False), must_share=must_share)["runs of the nodes"]
-    assert ("b does not see" in text and "trainer.ckpt_path" in remedy) is must_share
+    assert ("b does not see" in text and "all nodes share in trainer.runs_dir" in remedy) is must_share
     assert must_share or (text, remedy) == ("/runs is writable on all nodes", "")
     text, remedy = found(report("a"), report("b", unwritable="read-only"), must_share=must_share)["runs of the nodes"]
     assert text == "b: read-only" and "trainer.runs_dir" in remedy
