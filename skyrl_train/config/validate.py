@@ -821,6 +821,18 @@ def _replica(config: RunConfig) -> Errors:
 
 def _checkpoints(config: RunConfig) -> Errors:
     url, key = config.trainer.ckpt_path, "trainer.ckpt_path"
+    for of_folder in ("trainer.run_dir", "trainer.runs_dir"):
+        # It would be a folder here, with a colon in its name.
+        if "://" in (folder := setting(config, of_folder) or ""):
+            yield (
+                f"{of_folder}={folder} is a URL, and the folder of a run is on a disk. Set {key}={folder} to have the checkpoints "
+                f"there, and {of_folder} to a folder."
+            )
+    if "://" in (config.trainer.init_from or ""):
+        yield (
+            f"trainer.init_from={config.trainer.init_from} is a URL, and a run is read from a disk. Copy its folder to this "
+            "machine, and name that."
+        )
     if (step := config.trainer.resume_step) is not None:
         name = f"trainer.resume_step={step}"
         if config.trainer.run_dir is None:

@@ -421,3 +421,16 @@ def test_checkpoints_of_another_run_are_rejected(tmp_path: Path) -> None:
 def test_a_url_that_keeps_no_checkpoints_is_rejected(url: str, remedy: str) -> None:
     (problem,) = validate(compose("quickstart", [f"trainer.ckpt_path={url}"])).errors
     assert remedy in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("run_dir", "Set trainer.ckpt_path=s3://bucket/run"),
+        ("runs_dir", "Set trainer.ckpt_path=s3://bucket/run"),
+        ("init_from", "Copy its folder"),
+    ],
+)
+def test_the_folder_of_a_run_is_on_a_disk(key: str, remedy: str) -> None:
+    (problem,) = validate(compose("quickstart", [f"trainer.{key}=s3://bucket/run"])).errors
+    assert f"trainer.{key}=s3://bucket/run is a URL" in problem and remedy in problem
