@@ -16,7 +16,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import DataConfig, EnvironmentConfig
 from skyrl_train.environments.base import PromptRecord
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet, load_dataset
+from skyrl_train.rollout.data.dataset import PromptDataset, check_alphabet, load_dataset, open_rows
 
 ROWS = [
     {
@@ -182,6 +182,7 @@ def test_an_environment_that_makes_no_prompts_needs_files() -> None:
             r"broken\.jsonl:3 is not JSON: Expecting value, character 12\. ",
         ),
         ("latin.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe4"}\n', r"latin\.jsonl:2 is not JSON"),
+        ("digits.jsonl", b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}\n", r"digits\.jsonl:1 is not JSON: .*digits"),
         ("list.jsonl", b"[1]\n", r"list\.jsonl:1 is a list"),
         (
             "key.jsonl",
@@ -225,3 +226,15 @@ def test_a_missing_file_and_a_folder_of_something_else_are_refused(tmp_path: Pat
     splits.save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match="several splits"):
         load(tmp_path / "splits")
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums" / "sums.py").write_text("")
+    with pytest.raises(DataError, match=r"cannot read it: Dataset scripts are no longer supported, but found sums\.py"):
+        load(tmp_path / "sums")
+    with pytest.raises(DataError, match=r"s3://bucket/a\.jsonl is a URL.* download the file"):
+        open_rows("s3://bucket/a.jsonl")
+
+
+def test_a_csv_file_may_have_values_of_any_length(tmp_path: Path) -> None:
+    (tmp_path / "long.csv").write_text(f"prompt,answer\n{'a' * 200_000},1\n")
+    (record,) = load(tmp_path / "long.csv").records
+    assert len(record.prompt[0]["content"]) == 200_000

@@ -23,6 +23,7 @@ import hashlib
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -97,6 +98,11 @@ def open_rows(name: str) -> RowFile:
     Raises:
         DataError: there is no such file or data set, or it has an unknown format.
     """
+    if "://" in str(name):
+        raise DataError(
+            f"{name} is a URL, and data are read from a disk or from the hub. Name a data set on the hub as org/name:SPLIT, or "
+            "download the file and name that."
+        )
     path = Path(name)
     readers = {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
     reader = readers.get(path.suffix)
@@ -168,7 +174,7 @@ def _load_data_set(place: str, chosen: Sequence[str]) -> Any:
                     f'datasets.load_dataset("{place}", split="train").to_parquet("train.parquet").'
                 )
         return datasets.load_dataset(place, chosen[0] if len(chosen) == 2 else None, split=split or "train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: of a script
         detail = " ".join(str(error).split())
         raise DataError(
             f"{place} is not a folder of datasets.save_to_disk, and datasets.load_dataset cannot read it: {detail:.500} Name "
@@ -192,11 +198,12 @@ def _json_rows(path: Path, start: Place = START) -> Iterator[Row]:
                     continue
                 try:
                     value = json.loads(line)
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                    # The error's own line counts within the row.
-                    reason = (
-                        error.reason if isinstance(error, UnicodeDecodeError) else f"{error.msg}, character {error.pos}"
-                    )
+                except (ValueError, RecursionError) as error:  # ValueError: also of a number with too many digits
+                    reason = str(error)
+                    if isinstance(error, json.JSONDecodeError):  # its own line counts within the row
+                        reason = f"{error.msg}, character {error.pos}"
+                    elif isinstance(error, UnicodeDecodeError):
+                        reason = error.reason
                     raise DataError(
                         f"{path}:{number} is not JSON: {reason}. Write one object per line, in UTF-8."
                     ) from error
@@ -229,6 +236,7 @@ def _parquet_rows(path: Path, start: Place = START) -> Iterator[Row]:
 
 def _csv_rows(path: Path, start: Place = START) -> Iterator[Row]:
     """Read a table in UTF-8 whose first line names the columns. Every value is text."""
+    csv.field_size_limit(sys.maxsize)  # of this process; the default, 131,072 characters, is less than some prompts
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.DictReader(lines)
