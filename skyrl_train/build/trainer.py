@@ -87,6 +87,7 @@ async def build_trainer(
         model_path = await asyncio.to_thread(prepare_model, config, run_folder.model, checkpoints)
         tokenizer = load_tokenizer(model_path, config.generator.chat_template)
         check_template(dataset, tokenizer)
+        check_template(evaluation_prompts, tokenizer)
     started = started or StartedProcesses()
     workers = started.engines
     with ExitStack() as undo:

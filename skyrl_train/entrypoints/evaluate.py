@@ -23,6 +23,7 @@ from skyrl_train.errors import ConfigError, NoSuchRunError
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluationResult
 from skyrl_train.observability.run import split_checkpoint
 from skyrl_train.observability.run_folder import CONFIG, read_config
+from skyrl_train.rollout.data.dataset import check_template
 
 
 def evaluate(
@@ -94,6 +95,7 @@ async def _evaluate(inputs: RunInputs, model_path: str) -> EvaluationResult:
     from skyrl_train.runtime.concurrency import gather_or_cancel
 
     async with started_generation(inputs.config, inputs.plan, model_path) as generation:
+        check_template(inputs.evaluation_prompts, generation.tokenizer)
         began = time.perf_counter()
         engines = SharedEngines(generation.generator, generation.client)
         score = next((stage.run for stage in generation.rewards), None)

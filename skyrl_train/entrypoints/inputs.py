@@ -63,8 +63,7 @@ def load_inputs(config: RunConfig, *, download: bool = True) -> RunInputs:
 
         check = column_check(reward.function, reward.kwargs)
         for_each(dataset, check)
-        for record in evaluation_prompts:
-            check(record)
+        for_each(evaluation_prompts, check)
     if config.trainer.policy.model.path is None:
         build = config.trainer.policy.model.build
         check_alphabet(dataset, build.alphabet, build.words)

@@ -540,6 +540,24 @@ def test_an_evaluation_alone_needs_no_schedule_no_adapter_and_no_score_of_the_be
         for_evaluation(compose("quickstart", ["trainer.policy_mini_batch_size=0"]), "some/model")
 
 
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_conversations_of_an_evaluation_need_a_chat_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    model, prompts = tmp_path / "model", tmp_path / "held_out.jsonl"
+    build_model_folder(BuildModelConfig(hidden_size=32, num_layers=1), model, seed=0)
+    (model / "chat_template.jinja").unlink()
+    prompts.write_text('{"prompt": [{"role": "system", "content": "1"}, {"role": "user", "content": "07c="}]}\n')
+    settings = ["trainer.eval.interval=1", f"trainer.eval.eval_data=[{prompts}]", "trainer.trackers=[]"]
+    settings += ["generator.inference_engine.executor=thread", f"trainer.runs_dir={tmp_path}"]
+    words = {
+        "train": ["train", "quickstart", f"trainer.policy.model.path={model}"],
+        "eval": ["eval", str(model), "--recipe", "quickstart"],
+    }
+    assert main([*words[verb], *settings]) == 2
+    assert "is a conversation of ['system', 'user'], and the tokenizer has no chat template" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("executor", "transport", "expected"),
     [("process", "cuda_ipc", "shared_memory"), ("ray", "cuda_ipc", "gloo"), ("process", "nccl", "gloo"), ("ray", "disk", "disk")],

@@ -463,7 +463,7 @@ def load_dataset(data: DataConfig, environment: EnvironmentConfig) -> PromptData
     return PromptDataset(tuple(records))
 
 
-def check_template(dataset: PromptDataset | StreamingPrompts, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_template(prompts: Sequence[PromptRecord] | StreamingPrompts, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that conversations of several messages have a chat template, without which their texts would run together.
 
     Raises:
@@ -480,7 +480,7 @@ def check_template(dataset: PromptDataset | StreamingPrompts, tokenizer: PreTrai
                 "generator.chat_template, take the instruct model, or give prompts as text."
             )
 
-    for_each(dataset, check)
+    for_each(prompts, check)
 
 
 def check_environment(dataset: PromptDataset | StreamingPrompts, config: RunConfig) -> None:
@@ -531,13 +531,13 @@ def check_environment(dataset: PromptDataset | StreamingPrompts, config: RunConf
             ) from error
 
 
-def for_each(dataset: PromptDataset | StreamingPrompts, check: Callable[[PromptRecord], None]) -> None:
+def for_each(prompts: Sequence[PromptRecord] | StreamingPrompts, check: Callable[[PromptRecord], None]) -> None:
     """Call ``check`` with each prompt: at once for prompts in memory, and for a stream when it reads them."""
-    if isinstance(dataset, PromptDataset):
-        for record in dataset.records:
+    if isinstance(prompts, Sequence):
+        for record in prompts:
             check(record)
     else:
-        dataset.checks.append(check)
+        prompts.checks.append(check)
 
 
 def check_alphabet(dataset: PromptDataset | StreamingPrompts, alphabet: str, words: Sequence[str] = ()) -> None:
