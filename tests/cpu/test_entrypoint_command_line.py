@@ -20,7 +20,7 @@ from skyrl_train.config.compose import compose
 from skyrl_train.config.memory import Machine
 from skyrl_train.config.schema import BuildModelConfig
 from skyrl_train.entrypoints.command_line import app, main
-from skyrl_train.entrypoints.doctor import devices
+from skyrl_train.entrypoints.doctor import devices, packages
 from skyrl_train.models.tiny import build_model_folder
 from skyrl_train.version import __version__
 
@@ -162,6 +162,23 @@ def test_doctor_says_what_mends_each_thing_that_is_missing(
     assert {"Python", "sandbox", "data", "recipe", "memory"} <= set(fine), (
         "the quickstart runs no program in the sandbox"
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "missing"),
+    [
+        ("generator.inference_engine.backend=vllm", {"vllm": "pip install 'skyrl-async[vllm]'"}),
+        ("generator.inference_engine={backend: vllm, executor: ray}", {}),  # it need not be on this machine
+        ("trainer.policy.model.lora.rank=4", {"peft": "pip install 'skyrl-async[lora]'"}),
+        ("trainer.seed=1", {}),
+    ],
+)
+def test_doctor_misses_the_packages_that_a_recipe_needs(
+    monkeypatch: pytest.MonkeyPatch, override: str, missing: dict[str, str]
+) -> None:
+    monkeypatch.setattr("skyrl_train.entrypoints.doctor.find_spec", lambda name: None)
+    told = {name: remedy for name, found, remedy in packages(compose("quickstart", [override])) if found == "missing"}
+    assert told.keys() == missing.keys() and all(told[name].startswith(remedy) for name, remedy in missing.items())
 
 
 @pytest.mark.parametrize(
