@@ -13,6 +13,7 @@ from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import LoraConfig, RunConfig
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.runtime.concurrency import close_all
+from skyrl_train.runtime.process import DaemonThreadPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +72,7 @@ async def started_generation(
     from skyrl_train.types import PauseMode
     from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
 
+    asyncio.get_running_loop().set_default_executor(DaemonThreadPool())  # Ctrl-C does not wait for a model that loads
     engine = config.generator.inference_engine
     check_engine_devices(engine, engine.num_engines)
     tokenizer = load_tokenizer(model_path, config.generator.chat_template)

@@ -91,11 +91,12 @@ async def _serve(
     from skyrl_train.inference.client import InferenceEngineClient
     from skyrl_train.models.folder import load_model, load_tokenizer
     from skyrl_train.observability.screen import start_up
-    from skyrl_train.runtime.process import gc_tuned
+    from skyrl_train.runtime.process import DaemonThreadPool, gc_tuned
     from skyrl_train.types import PauseMode
     from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
     from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
 
+    asyncio.get_running_loop().set_default_executor(DaemonThreadPool())  # a signal does not wait for a model that loads
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

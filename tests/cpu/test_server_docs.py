@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,12 @@ from skyrl_train.endpoint.dialects import anthropic, generate, responses
 from skyrl_train.entrypoints import serve
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.errors import ConfigError
+from skyrl_train.inference.engines.embedded import EmbeddedEngine
 from skyrl_train.inference.openai import chat as openai_chat
 from skyrl_train.inference.openai import completions as openai_completions
 from skyrl_train.inference.openai.body import field_table
 from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.runtime.process import DaemonThreadPool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "http_endpoint.md").read_text()
 REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text()
@@ -167,3 +171,21 @@ def test_each_vllm_has_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
         devices.clear()
         assert main(words) == 2 and devices == expected
+
+
+def test_a_signal_ends_a_server_whose_model_is_being_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, over, waited_for = str(tmp_path / "model"), threading.Event(), list[object]()
+    build_model_folder(BuildModelConfig(hidden_size=32, num_layers=1), Path(folder), seed=0)
+
+    def loads(*arguments: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not over.wait(60):  # a server that waits for it
+            waited_for.append(arguments)
+
+    monkeypatch.setattr("skyrl_train.models.folder.load_model", loads)
+    monkeypatch.setattr(serve, "_engines", lambda *arguments: [EmbeddedEngine(folder, executor="thread")])
+    monkeypatch.setattr(
+        "skyrl_train.runtime.process.DaemonThreadPool", functools.partial(DaemonThreadPool, shutdown_limit_s=0.0)
+    )
+    assert main(["serve", folder, "--open", "--port", "0"]) == 0 and not waited_for
+    over.set()
