@@ -825,7 +825,7 @@ def _checkpoints(config: RunConfig) -> Errors:
         # It would be a folder here, with a colon in its name.
         if "://" in (folder := setting(config, of_folder) or ""):
             yield (
-                f"{of_folder}={folder} is a URL, and the folder of a run is on a disk. Set {key}={folder} to have the checkpoints "
+                f"{of_folder}={folder} is a URL, and the folder of a run is on a disk. Set {key}={folder} to have checkpoints "
                 f"there, and {of_folder} to a folder."
             )
     if "://" in (config.trainer.init_from or ""):

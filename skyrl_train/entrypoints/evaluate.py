@@ -21,7 +21,7 @@ from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, loa
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.errors import ConfigError, NoSuchRunError
 from skyrl_train.evaluation.metrics import EvaluatedPrompt, EvaluationResult
-from skyrl_train.observability.run import split_checkpoint
+from skyrl_train.observability.run import part_of_run, split_checkpoint
 from skyrl_train.observability.run_folder import CONFIG, read_config
 from skyrl_train.rollout.data.dataset import check_template
 
@@ -53,7 +53,7 @@ def evaluate(
             run, which = split_checkpoint(policy)
             if not (run / CONFIG).is_file():
                 raise NoSuchRunError(
-                    f"There is no run in {run}. For a model, name the recipe that evaluates it: --recipe RECIPE."
+                    f"There is no run in {run}.{part_of_run(run)} For a model, name the recipe that evaluates it: --recipe RECIPE."
                 )
             config = with_overrides(read_config(run), overrides)
             policy = str(Path(folder) / "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,6 +57,11 @@ def load_config(path: str, setting: str = _SETTING) -> PreTrainedConfig:
             raise ModelError(
                 f"{path!r} is the folder of a run, not a model. Point {setting} at {Path(path) / 'policy'}, its trained policy, "
                 f"or at a folder that `skyrl-train export {path} FOLDER` writes."
+            ) from error
+        if checkpoint := re.match(r"(.+)/checkpoints/global_step_(\d+)", str(Path(path).absolute())):
+            raise ModelError(
+                f"{path!r} is a checkpoint of a run, not a model. Point {setting} at a folder that `skyrl-train export "
+                f"{checkpoint[1]}:{checkpoint[2]} FOLDER` writes."
             ) from error
         if is_local(path):
             raise ModelError(

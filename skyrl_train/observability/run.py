@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 Which = int | Literal["best"] | None  # a checkpoint: of a step, the best by evaluation, or the newest
 
+_PARTS = ("checkpoints", "policies", "policy", "model")  # folders of a run that have its policies
+_CHECKPOINT = re.compile(r"global_step_(\d+)")
+
 
 class Run:
     """A run folder, read when it is first asked for; a new ``Run`` reads it again.
@@ -131,7 +134,8 @@ class Run:
                 where = f"; copy one there from {trainer.ckpt_path}" if trainer.ckpt_path else ""
                 raise ConfigError(f"{root} has no checkpoint yet{where}.")
             return newest
-        steps = sorted(int(folder.name.rpartition("_")[2]) for folder in root.glob("global_step_*[0-9]"))
+        folders = (_CHECKPOINT.fullmatch(folder.name) for folder in root.glob("global_step_*"))
+        steps = sorted(int(found[1]) for found in folders if found is not None)
         if which == "best":
             metric = trainer.eval.best_metric
             if metric is None:
@@ -188,9 +192,19 @@ def load_run(path: str | Path) -> Run:
     if not (folder / CONFIG).is_file():
         # The parent of run folders is a likely mistake, so the message lists them.
         near = sorted(str(file.parent) for file in folder.glob(f"*/{CONFIG}")) if folder.is_dir() else []
-        hint = f" It contains these runs: {', '.join(near[:5])}." if near else ""
+        hint = f" It contains these runs: {', '.join(near[:5])}." if near else part_of_run(folder)
         raise NoSuchRunError(f"{folder} is not a run folder (it has no {CONFIG}).{hint}")
     return Run(folder)
+
+
+def part_of_run(folder: Path) -> str:
+    """Return how to name the run, or the checkpoint of it, that ``folder`` is a part of; empty if it is part of none."""
+    for run in folder.parents:
+        inside = folder.relative_to(run).parts
+        if inside[0] in _PARTS and (run / CONFIG).is_file():
+            step = next((found[1] for part in inside if (found := _CHECKPOINT.fullmatch(part))), None)
+            return f" It is a part of the run {run}: name {run}{'' if step is None else f':{step}'}."
+    return ""
 
 
 def split_checkpoint(text: str) -> tuple[Path, Which]:

@@ -154,6 +154,11 @@ def _given_folder(config: RunConfig, folder: Path, total_steps: int) -> RunChoic
     if config.trainer.resume is ResumeMode.never:
         raise ConfigError(f"{name} is not empty and trainer.resume=never. Name another folder, or drop resume=never.")
     if not (folder / CONFIG).is_file():
+        run, step = folder.absolute().parent.parent, re.fullmatch(r"global_step_(\d+)", folder.name)
+        if step is not None and (run / CONFIG).is_file():
+            raise ConfigError(
+                f"{name} is a checkpoint. To resume its run from there: trainer.run_dir={run} trainer.resume_step={step[1]}."
+            )
         raise ConfigError(f"{name} is not empty and contains no run (no {CONFIG}). Name another folder.")
     before = read_config(folder)
     changed = changes(before, config)

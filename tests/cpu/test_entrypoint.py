@@ -527,6 +527,29 @@ def test_what_cannot_be_exported_is_refused_with_the_steps_that_can(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_part_of_a_run_is_told_how_to_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = Path("runs/a-1/checkpoints/global_step_2")
+    for folder in (checkpoint, Path("runs/a-1/policy"), checkpoint.with_name("global_step_2_mine1")):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    Path("runs/a-1/config.yaml").write_text("{}")
+    run = tmp_path / "runs" / "a-1"
+    for words, remedy in (
+        (["export", str(checkpoint), "new"], "It is a part of the run runs/a-1: name runs/a-1:2."),
+        (["export", "runs/a-1/policy", "new"], "It is a part of the run runs/a-1: name runs/a-1."),
+        (["eval", str(checkpoint)], "It is a part of the run runs/a-1: name runs/a-1:2."),
+        (["train", *TINY, f"trainer.init_from={checkpoint}"], "name runs/a-1:2."),
+        (["train", *TINY, f"trainer.run_dir={checkpoint}"], f"trainer.run_dir={run} trainer.resume_step=2."),
+        (["train", *TINY, f"trainer.policy.model.path={checkpoint}"], f"`skyrl-train export {run}:2 FOLDER` writes."),
+        (["export", "runs/a-1:3", "new"], "Steps: 2."),
+    ):
+        assert main(words) == 2
+        assert remedy in capsys.readouterr().err
+
+
 def test_an_evaluation_alone_needs_no_schedule_no_adapter_and_no_score_of_the_best_checkpoint() -> None:
     of_the_run = [
         "trainer.mode=sync", "trainer.policy_mini_batch_size=2", "trainer.train_batch_size=6",  # three steps to a sync
