@@ -218,8 +218,8 @@ class CheckpointStore:
                 written = folder_bytes(unfinished)
                 shutil.rmtree(unfinished, ignore_errors=True)
                 pointer.unlink(missing_ok=True)
-                if _is_full_disk(error):
-                    raise self._full_disk(step, written) from error
+                if (full := _full_disk_errno(error)) is not None:
+                    raise self._full_disk(step, written, full) from error
                 raise
             self._make_visible(unfinished, target, pointer)
         except OSError as error:
@@ -293,13 +293,14 @@ class CheckpointStore:
         if folder.exists():
             self._files.remove_tree(folder)
 
-    def _full_disk(self, step: int, needed: int) -> CheckpointError:
+    def _full_disk(self, step: int, needed: int, number: int) -> CheckpointError:
         needed = max([needed, *map(folder_bytes, self._folders())])
-        free = shutil.disk_usage(self._root).free
+        what, room = "The disk is full", f", {shutil.disk_usage(self._root).free} are free"
+        if number == errno.EDQUOT:  # what is free on the disk is for others
+            what, room = "Your quota of the disk is used up", ""
         return CheckpointError(
-            f"The disk is full: the checkpoint of step {step} needs at least {needed} bytes in {self._root}, {free} "
-            "are free. Earlier checkpoints are untouched; free space or lower trainer.max_ckpts_to_keep, then run the "
-            "same command again."
+            f"{what}: the checkpoint of step {step} needs at least {needed} bytes in {self._root}{room}. Earlier "
+            "checkpoints are untouched; free space or lower trainer.max_ckpts_to_keep, then run the same command again."
         )
 
     def _folders(self) -> Iterator[Path]:
@@ -469,10 +470,10 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _is_full_disk(error: BaseException | None) -> bool:
-    """Return whether the error or one of its causes is a full disk; torch hides it behind a RuntimeError."""
+def _full_disk_errno(error: BaseException | None) -> int | None:
+    """Return the number of the error, or of one of its causes, that is a full disk; torch hides it behind a RuntimeError."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL_DISK:
-            return True
+            return error.errno
         error = error.__cause__ or error.__context__
-    return False
+    return None

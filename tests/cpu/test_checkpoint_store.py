@@ -252,6 +252,14 @@ class TestFullDisk:
         with pytest.raises(CheckpointError, match="disk is full"):
             store.write(2, writer)
 
+    def test_a_quota_that_is_used_up_is_no_full_disk(self, store: CheckpointStore) -> None:
+        def writer(folder: Path) -> dict[str, str]:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+        with pytest.raises(CheckpointError, match="Your quota of the disk is used up") as caught:
+            store.write(2, writer)
+        assert "are free" not in str(caught.value)
+
     @pytest.mark.parametrize("operation", range(1, 12))
     def test_at_any_operation_of_the_store_leaves_a_complete_checkpoint(
         self, store: CheckpointStore, tmp_path: Path, operation: int
