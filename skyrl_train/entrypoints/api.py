@@ -28,7 +28,7 @@ from skyrl_train.entrypoints.inputs import RunInputs, load_inputs, print_warning
 from skyrl_train.entrypoints.run import RunResult, StopRequest
 from skyrl_train.entrypoints.run import train as train_inputs
 from skyrl_train.entrypoints.settings import check_working_folder
-from skyrl_train.entrypoints.stop_signals import sigterm_as_ctrl_c
+from skyrl_train.entrypoints.stop_signals import stop_signals_as_ctrl_c
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run import Run, load_run
 from skyrl_train.observability.run_folder import replace_file
@@ -159,7 +159,7 @@ def train(
         result = _train_in_a_thread(inputs, console)
     else:
         in_main_thread = threading.current_thread() is threading.main_thread()  # only there may signal handlers change
-        with sigterm_as_ctrl_c() if in_main_thread else nullcontext():
+        with stop_signals_as_ctrl_c() if in_main_thread else nullcontext():
             result = train_inputs(inputs, console)
     run = load_run(result.path)
     if not result.finished:

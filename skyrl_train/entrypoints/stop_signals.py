@@ -33,13 +33,23 @@ LAST_LIMIT_S = 5.0  # for a main thread in a call that does not return to Python
 
 
 @contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt in the main thread, like Ctrl-C, until :class:`StopSignals` takes over."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def stop_signals_as_ctrl_c() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread, like Ctrl-C, until :class:`StopSignals` takes over."""
+    previous = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if not _is_under_nohup(number)
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _is_under_nohup(number: signal.Signals) -> bool:
+    """Return whether the run is to outlive its terminal, whose end ``number`` would tell."""
+    return number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 class StopSignals:
@@ -65,8 +75,8 @@ class StopSignals:
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: the run is to outlive its terminal
+            if _is_under_nohup(number):
+                continue
             self._previous[number] = signal.signal(number, self._arrived)
         return self
 

@@ -28,7 +28,7 @@ from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.validate import raise_errors, validate
 from skyrl_train.entrypoints.inputs import check_implementations, load_inputs
 from skyrl_train.entrypoints.settings import read_settings
-from skyrl_train.entrypoints.stop_signals import INTERRUPTED, sigterm_as_ctrl_c
+from skyrl_train.entrypoints.stop_signals import INTERRUPTED, stop_signals_as_ctrl_c
 from skyrl_train.entrypoints.train import NOTHING_LEARNED, program
 from skyrl_train.errors import ConfigError
 from skyrl_train.observability.run import load_run
@@ -151,7 +151,7 @@ def sweep(
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    with sigterm_as_ctrl_c(), ThreadPoolExecutor(jobs) as pool:
+    with stop_signals_as_ctrl_c(), ThreadPoolExecutor(jobs) as pool:
         ends = [pool.submit(train, run) for run in runs]
         try:
             wait(ends)

@@ -20,7 +20,7 @@ from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
 from skyrl_train.entrypoints.run import StopRequest, train
 from skyrl_train.entrypoints.run_output import RunOutput
 from skyrl_train.entrypoints.settings import read_settings
-from skyrl_train.entrypoints.stop_signals import INTERRUPTED, sigterm_as_ctrl_c
+from skyrl_train.entrypoints.stop_signals import INTERRUPTED, stop_signals_as_ctrl_c
 from skyrl_train.observability.advice import CONSTANT_STEPS
 from skyrl_train.observability.run import load_run
 from skyrl_train.observability.run_folder import REPORT_HTML
@@ -58,7 +58,7 @@ def train_recipe(
         readers = Readers(page=page, watch=watch)
         inputs = load_inputs(read_settings(recipe, overrides, config_dir, library, console, strict=strict))
         print_warnings(inputs, console, strict=strict)
-        with sigterm_as_ctrl_c(), readers:
+        with stop_signals_as_ctrl_c(), readers:
             result = train(inputs, console, stop, started=started, readers=readers)
     except KeyboardInterrupt:  # while starting up: once training runs, signals are handled
         Console(stderr=True).print("interrupted before training began; give the same command again")

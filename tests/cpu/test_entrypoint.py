@@ -80,25 +80,26 @@ class NanRewards(GymGenerator):
         return output
 
 
-def test_sigterm_before_training_begins_is_as_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_training_begins_is_as_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     cleaned_up: list[bool] = []
 
     async def starting(*arguments: object) -> bool:
         try:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
             await asyncio.sleep(0)
         finally:
             cleaned_up.append(True)
         return False
 
     monkeypatch.setattr("skyrl_train.entrypoints.run._train", starting)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what would end the tests
+    before = signal.signal(number, lambda *arguments: pytest.fail("it would have ended the tests"))
     try:
         assert main(["train", *TINY, f"trainer.run_dir={tmp_path}"]) == 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert cleaned_up == [True]
     assert "interrupted before training began" in capsys.readouterr().err
 
@@ -122,6 +123,20 @@ def test_a_start_that_ends_before_training_has_its_end_in_the_record(
     assert RunsFolder(tmp_path).row("run")["state"] == state
     ends = [event for event in load_run(tmp_path / "run").events if event["kind"] == "end"]
     assert [(end["step"], end["error"]) for end in ends] == [(0, "EngineError: no engine" if code == 1 else None)]
+
+
+def test_ctrl_c_while_the_report_is_written_ends_the_report_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def trained(*arguments: object) -> bool:
+        return True
+
+    monkeypatch.setattr("skyrl_train.entrypoints.run._train", trained)
+    monkeypatch.setattr("skyrl_train.observability.report.files.write_report", Mock(side_effect=KeyboardInterrupt))
+    assert main(["train", *TINY, f"trainer.run_dir={tmp_path}"]) == 0
+    shown = capsys.readouterr()
+    assert "Finished after" in shown.out and "interrupted" not in shown.err
+    assert "`skyrl-train report` writes it" in (tmp_path / "logs" / "trainer.log").read_text()
 
 
 @pytest.mark.parametrize(("steps", "code"), [(4, 0), (5, 3)])

@@ -71,9 +71,11 @@ def write_report(run: Path, folder: Path | None = None) -> Path:
 
 
 def try_to_write_report(run: Path) -> None:
-    """Write the report at the end of a run. A failure is logged; it never fails the run."""
+    """Write the report at the end of a run. A failure is logged; it never fails the run. Neither does Ctrl-C: the run has ended."""
     try:
         write_report(run)
+    except KeyboardInterrupt:
+        logger.warning("interrupted while the report was written; `skyrl-train report` writes it")
     except Exception:  # the report is a help; the run folder has all that it says
         logger.exception("the report of %s cannot be written", run)
 
