@@ -53,7 +53,8 @@ def evaluate(
             run, which = split_checkpoint(policy)
             if not (run / CONFIG).is_file():
                 raise NoSuchRunError(
-                    f"There is no run in {run}.{part_of_run(run)} For a model, name the recipe that evaluates it: --recipe RECIPE."
+                    f"There is no run in {run}.{part_of_run(run)} For a model, name the recipe that evaluates it: --recipe "
+                    "RECIPE."
                 )
             config = with_overrides(read_config(run), overrides)
             policy = str(Path(folder) / "model")

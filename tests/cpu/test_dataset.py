@@ -182,7 +182,11 @@ def test_an_environment_that_makes_no_prompts_needs_files() -> None:
             r"broken\.jsonl:3 is not JSON: Expecting value, character 12\. ",
         ),
         ("latin.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe4"}\n', r"latin\.jsonl:2 is not JSON"),
-        ("digits.jsonl", b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}\n", r"digits\.jsonl:1 is not JSON: .*digits"),
+        (
+            "digits.jsonl",
+            b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}\n",
+            r"digits\.jsonl:1 is not JSON: .*digits",
+        ),
         ("list.jsonl", b"[1]\n", r"list\.jsonl:1 is a list"),
         (
             "key.jsonl",

@@ -71,7 +71,7 @@ def write_report(run: Path, folder: Path | None = None) -> Path:
 
 
 def try_to_write_report(run: Path) -> None:
-    """Write the report at the end of a run. A failure is logged; it never fails the run. Neither does Ctrl-C: the run has ended."""
+    """Write the report at the end of a run. A failure, or Ctrl-C, is logged; it never fails the run."""
     try:
         write_report(run)
     except KeyboardInterrupt:
