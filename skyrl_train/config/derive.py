@@ -459,6 +459,15 @@ def engine_devices(engine: InferenceEngineConfig, index: int) -> list[int]:
     return list(mine) if engine.devices is None else [engine.devices[position] for position in mine]
 
 
+def engines_share_trainer_gpu(config: RunConfig) -> bool:
+    """Return whether engines of this machine use the GPU on which a local trainer trains."""
+    engine, trainer = config.generator.inference_engine, config.trainer
+    if trainer.strategy is not TrainingStrategy.local or trainer.device == "cpu":
+        return False
+    here = engine.executor != "ray" and engine.backend != "vllm_remote"
+    return here and full_device_name(trainer.device) in engine_device_names(engine)
+
+
 def engine_device_names(engine: InferenceEngineConfig) -> set[str]:
     """Return the devices of the run's engines on this machine, as :func:`full_device_name` does."""
     if engine.backend == "embedded" or engine.device == "cpu":

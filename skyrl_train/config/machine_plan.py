@@ -289,7 +289,7 @@ def machine_plan(plan: Plan, cluster: Cluster, response_tokens: int | None = Non
         derive.weight_transport(config),
         step,
         node_memory(config, needs, memory, cluster.nodes),
-        _share_gpus(config) and not config.trainer.placement.colocate_all,
+        derive.engines_share_trainer_gpu(config) and not config.trainer.placement.colocate_all,
         tuple(problems),
         tight,
     )
@@ -660,7 +660,7 @@ def _step_times(
         state = memory.rank_bytes - -(-memory.gradient_bytes // memory.num_ranks)
         turns = (SLEEP_S + WAKE_S + 2 * state / (COPY_SHARE * cluster.gpu.bus_bytes_s)) / k
     alternating = plan.mode in (TrainerMode.sync, TrainerMode.partial_rollout) or trainer.placement.colocate_all
-    shared = _share_gpus(config)
+    shared = derive.engines_share_trainer_gpu(config)
     if alternating or shared:
         step = training + generation + waits + turns
         slower, part = ("training", training / step) if training > generation else ("generation", generation / step)
@@ -693,14 +693,6 @@ def _control(config: RunConfig, share: float) -> str:
     if not config.rollout.num_actors:
         return f"{busy}; move environments and agents to actors: rollout.num_actors"
     return f"{busy}, more than {CONTROL_LIMIT:.0%}: expect engines that wait for it"
-
-
-def _share_gpus(config: RunConfig) -> bool:
-    """Return whether trainer and engines compute on the same GPU, at the same time."""
-    trainer, engine = config.trainer, config.generator.inference_engine
-    if trainer.strategy is not TrainingStrategy.local or engine.executor == "ray":
-        return False
-    return derive.full_device_name(trainer.device) in derive.engine_device_names(engine)
 
 
 def _gib(num_bytes: float) -> str:

@@ -424,13 +424,20 @@ def _engine_rows(plan: Plan) -> Rows:
     if engine.backend == "vllm" and engine.executor == "process" and engine.device != "cpu":
         of_each = (derive.engine_devices(engine, index) for index in range(engine.num_engines))
         devices = " and ".join("+".join(f"cuda:{gpu}" for gpu in gpus) for gpus in of_each)
-    turns = "in turns: engines sleep while the policy trains, and its state is in main memory while they generate"
+    sharing = []
+    if plan.config.trainer.placement.colocate_all:
+        sharing = [
+            "in turns: engines sleep while the policy trains, and its state is in main memory while they generate"
+        ]
+    elif derive.engines_share_trainer_gpu(plan.config):
+        shared = derive.full_device_name(plan.config.trainer.device)
+        sharing = [f"trainer and engines share {shared}: each is slower while the other computes there"]
     return [
         (
             "engines",
             f"{engine.num_engines} x {engine.backend} ({engine.dtype}, on {devices}, {engine.executor})",
         ),
-        *([("devices", turns)] if plan.config.trainer.placement.colocate_all else []),
+        *(("devices", said) for said in sharing),
         ("weights travel by", f"{derive.weight_transport(plan.config)}{folder}{checksummed}"),
         ("requests", f"{engine.max_num_seqs} at once per engine, up to {plan.max_model_len} tokens{invariant}"),
         ("sampling", f"temperature {sampling.temperature:g}, up to {sampling.max_tokens} tokens a turn"),

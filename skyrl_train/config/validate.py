@@ -421,6 +421,14 @@ def _engines(config: RunConfig) -> Errors:
             f"{ENGINE}.remote_urls names {len(engine.remote_urls)} servers for {ENGINE}.num_engines={engine.num_engines}"
             f"{beside}: give one URL per engine{', the last ones for the evaluation' if of_evaluation else ''}."
         )
+    on_gpus = (
+        engine.backend in ("embedded", "vllm") and engine.device == "cuda" and not derive.engines_share_ranks(config)
+    )
+    if on_gpus and engine.executor == "ray" and not derive.engine_ray_num_gpus(engine):
+        yield (
+            f"{ENGINE}.ray_num_gpus=0 with {ENGINE}.executor=ray and {ENGINE}.device=cuda: Ray would give no engine a GPU of its "
+            "own. Leave it out; a number below 1 is for engines that share one."
+        )
     if engine.backend == "vllm":
         yield from _engine_gpus(config)
         # The engine refuses them too, but only after the job has waited for its machines. The plan counts GPUs by the settings.
@@ -467,7 +475,7 @@ def _engine_gpus(config: RunConfig) -> Errors:
         return
     if engine.executor == "ray":
         gpus = derive.engine_ray_num_gpus(engine)
-        if gpus != each and (gpus >= 1 or each > 1):
+        if gpus and gpus != each and (gpus >= 1 or each > 1):
             yield (
                 f"{ENGINE}.ray_num_gpus={gpus:g}, and the ranks of an engine (tensor_parallel_size x pipeline_parallel_size) "
                 f"need {_gpus(each)}. Leave it out; a part of one GPU is for engines that share it."

@@ -190,6 +190,11 @@ def test_a_setting_without_effect_in_asynchronous_training_is_a_warning(override
         ([*VLLM_GPUS, f"{ENGINE}.devices=[1,1]", f"{ENGINE}.tensor_parallel_size=2"], "need different GPUs"),
         ([*VLLM_GPUS, f"{ENGINE}.devices=[-1]"], "numbered from 0"),
         ([*VLLM_RAY, f"{ENGINE}.ray_num_gpus=2"], "need 1 GPU."),
+        ([*VLLM_RAY, f"{ENGINE}.ray_num_gpus=0"], "Ray would give no engine a GPU of its own. Leave it out"),
+        (
+            [f"{ENGINE}.executor=ray", f"{ENGINE}.device=cuda", f"{ENGINE}.ray_num_gpus=0"],
+            "Leave it out; a number below",
+        ),
         ([*VLLM_RAY, f"{ENGINE}.tensor_parallel_size=4", f"{ENGINE}.ray_num_gpus=1"], "need 4 GPUs"),
         ([*VLLM_RAY, f"{ENGINE}.pipeline_parallel_size=2", f"{ENGINE}.ray_num_gpus=0.5"], "need 2 GPUs"),
         ([*VLLM_IPC, f"{ENGINE}.devices=[1]"], "cuda_ipc needs one GPU"),
@@ -291,14 +296,31 @@ def test_the_plan_shows_the_gpus_of_the_engines(overrides: list[str], where: str
 
 
 @pytest.mark.parametrize(
+    ("overrides", "shared"),
+    [
+        ([*VLLM_GPUS, "trainer.device=cuda"], True),
+        ([f"{ENGINE}.device=cuda", "trainer.device=cuda:0"], True),
+        ([*VLLM_GPUS, "trainer.device=cuda:1"], False),
+        ([*VLLM_GPUS, "trainer.device=cuda", f"{ENGINE}.devices=[1]"], False),
+        ([*VLLM_RAY, "trainer.device=cuda"], False),
+        ([f"{ENGINE}={{backend: vllm_remote, remote_urls: ['http://a'], device: cuda}}", "trainer.device=cuda"], False),
+        ([], False),
+    ],
+)
+def test_the_plan_says_that_trainer_and_engines_share_a_gpu(overrides: list[str], shared: bool) -> None:
+    described = resolve(settings(*overrides, base="quickstart"), 64).describe()
+    assert ("trainer and engines share cuda:0" in described) == shared
+
+
+@pytest.mark.parametrize(
     ("overrides", "gpus"),
     [
         ([*VLLM_RAY], 1),
         ([*VLLM_RAY, f"{ENGINE}.tensor_parallel_size=4", f"{ENGINE}.pipeline_parallel_size=2"], 8),
         ([*VLLM_RAY, f"{ENGINE}.ray_num_gpus=0.5"], 0.5),
-        ([*VLLM_RAY, f"{ENGINE}.ray_num_gpus=0"], 0),
         ([*VLLM_RAY, f"{ENGINE}.device=cpu"], 0),
         ([f"{ENGINE}.executor=ray", f"{ENGINE}.device=cuda"], 1),
+        ([f"{ENGINE}.executor=ray", f"{ENGINE}.device=cuda:1", f"{ENGINE}.ray_num_gpus=0"], 0),  # named, so shared
         ([f"{ENGINE}.executor=ray"], 0),
     ],
 )
