@@ -23,6 +23,7 @@ from skyrl_train.config.memory import (
     MemoryEstimate,
     activation_bytes,
     kv_element_bytes,
+    local_reference_bytes,
     memory_warnings,
     served_weight_bytes,
 )
@@ -174,7 +175,7 @@ class MachinePlan:
             for load in self.loads
         ]
         if self.on_one_gpu and rows:
-            together = sum(load.total for load in self.loads)
+            together = sum(load.total for load in self.loads if load.who in ("training", "engine"))
             rows.append(("together, on one GPU", f"{_gib(together)} of {_gib(self.loads[0].available)}"))
         return rows or [("estimate", "unknown until the model is loaded")]
 
@@ -256,7 +257,11 @@ def machine_plan(plan: Plan, cluster: Cluster, response_tokens: int | None = Non
         warnings = memory_warnings(config, memory, machine)
         problems += warnings.insufficient
         tight = tuple(warnings.tight)
-        loads = (*_training_loads(config, memory, cluster), *_engine_loads(plan, memory, shape, cluster))
+        loads = (
+            *_training_loads(config, memory, cluster),
+            *_scoring_loads(config, memory, cluster),
+            *_engine_loads(plan, memory, shape, cluster),
+        )
         problems += _overfull(config, plan, loads, shape, cluster)
         sync_bytes = memory.num_trained * BYTES_PER_ELEMENT[config.generator.inference_engine.dtype]
         far, reaching = _far_engines(config, actors or ()), _reaching_transports(config)
@@ -319,6 +324,7 @@ def _training_loads(config: RunConfig, memory: MemoryEstimate, cluster: Cluster)
             parts["gathered layers"] = memory.gathered_bytes
         parts["activations"] = memory.activation_bytes + memory.head_gradient_bytes
         parts["context"] = CONTEXT_BYTES
+    parts |= {who: held for who, _, held, device in _scoring_copies(config, memory) if device == _training_gpu(config)}
     loads = [GPULoad("training", trainer.fsdp.num_workers if sharded else 1, parts, available)]
     if memory.critic_bytes and not derive.critic_shares_memory(trainer):
         critic = derive.critic_trainer(trainer)
@@ -338,6 +344,42 @@ def _training_loads(config: RunConfig, memory: MemoryEstimate, cluster: Cluster)
                 )
             )
     return loads
+
+
+def _scoring_loads(config: RunConfig, memory: MemoryEstimate, cluster: Cluster) -> list[GPULoad]:
+    """Return the loads of GPUs with a reference policy or a replica of the policy, but without training."""
+    return [
+        GPULoad(who, number, {"weights": held, "context": CONTEXT_BYTES}, cluster.gpu.memory_bytes)
+        for who, number, held, device in _scoring_copies(config, memory)
+        if device != _training_gpu(config)
+    ]
+
+
+def _scoring_copies(config: RunConfig, memory: MemoryEstimate) -> list[tuple[str, int, int, str]]:
+    """Return each model on GPUs that only scores, outside of the policy's ranks: its name, the number of its GPUs, the bytes on
+    each, and the GPU on the command's machine, or ``cuda`` in Ray."""
+    copies: list[tuple[str, int, int, str]] = []
+    reference, device = config.rollout.stages.reference, derive.reference_device(config)
+    if memory.apart_reference_bytes and device != "cpu":
+        if derive.reference_is_local(config):
+            copies.append(("reference", 1, local_reference_bytes(config, memory), derive.full_device_name(device)))
+        elif reference.executor == "ray":
+            copies.append(("reference", reference.max_parallel, memory.apart_reference_bytes, device))
+        elif not derive.reference_offload(config):
+            each = -(-memory.apart_reference_bytes // reference.num_workers)
+            copies.append(("reference", reference.num_workers, each, device))
+    device = derive.replica_device(config)
+    if derive.has_replica(config) and device != "cpu":
+        in_ray = config.rollout.stages.proximal.executor == "ray"
+        copies.append(("replica", 1, memory.replica_bytes, device if in_ray else derive.full_device_name(device)))
+    return copies
+
+
+def _training_gpu(config: RunConfig) -> str | None:
+    """Return the GPU of the command's machine on which the policy trains; None: it has none there."""
+    trainer = config.trainer
+    local = trainer.strategy is TrainingStrategy.local and trainer.device != "cpu"
+    return derive.full_device_name(trainer.device) if local else None
 
 
 def _engine_loads(plan: Plan, memory: MemoryEstimate, shape: ModelShape, cluster: Cluster) -> list[GPULoad]:

@@ -352,12 +352,17 @@ def memory_requirements(config: RunConfig, memory: MemoryEstimate | None, machin
     if memory is None or (config.trainer.device != "cpu" and not machine.gpu_bytes):
         return []
     if config.trainer.strategy is TrainingStrategy.local:
-        return [*_local_devices(config, memory, machine), *_reference_actors(config, memory, machine)]
+        return [
+            *_local_devices(config, memory, machine),
+            *_reference_actors(config, memory, machine),
+            *_replica_apart(config, memory, machine),
+        ]
     return [
         *_policy_ranks(config, memory, machine),
         *_critic_workers(config.trainer, memory, machine),
         *_reference_beside_ranks(config, memory, machine),
         *_reference_actors(config, memory, machine),
+        *_replica_apart(config, memory, machine),
     ]
 
 
@@ -375,7 +380,7 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
         held.append(("critic", device, memory.critic_bytes, memory.critic_activation_bytes))
     if derive.reference_is_local(config):
         device = derive.full_device_name(derive.reference_device(config))
-        held.append(("reference policy", device, _local_reference_bytes(config, memory), 0))
+        held.append(("reference policy", device, local_reference_bytes(config, memory), 0))
     if derive.has_replica(config) and config.rollout.stages.proximal.executor != "ray":
         device = derive.full_device_name(derive.replica_device(config))
         held.append(("replica of the policy", device, memory.replica_bytes, 0))
@@ -485,7 +490,7 @@ def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -
         return [rank]
     here = min(fsdp.num_workers, len(machine.gpu_bytes))  # the other ranks are on other machines
     state = memory.rank_bytes if fsdp.cpu_offload else memory.rank_elsewhere_bytes
-    reference = _local_reference_bytes(config, memory) if derive.reference_device(config) == "cpu" else 0
+    reference = local_reference_bytes(config, memory) if derive.reference_device(config) == "cpu" else 0
     workers = f", or set {_REFERENCE}.executor=workers{_fewer_copies(config)}" if reference else ""
     main_memory = MemoryRequirement(
         f"The main memory, with {here} ranks{' and cpu_offload=true' if state else ''}",
@@ -534,7 +539,7 @@ def _critic_workers(trainer: TrainerConfig, memory: MemoryEstimate, machine: Mac
     ]
 
 
-def _local_reference_bytes(config: RunConfig, memory: MemoryEstimate) -> int:
+def local_reference_bytes(config: RunConfig, memory: MemoryEstimate) -> int:
     """Return the bytes of all copies of a reference policy in threads or processes on this machine."""
     copies = config.rollout.stages.reference.max_parallel if derive.reference_is_local(config) else 0
     return copies * memory.apart_reference_bytes
@@ -547,7 +552,7 @@ def _fewer_copies(config: RunConfig) -> str:
 
 def _reference_beside_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:
     """strategy=fsdp2: a reference policy of this machine on its own GPU, or in main memory beside a rank that trains there."""
-    held, device = _local_reference_bytes(config, memory), derive.reference_device(config)
+    held, device = local_reference_bytes(config, memory), derive.reference_device(config)
     on_gpu = device != "cpu"
     if not held or (on_gpu and not machine.gpu_bytes) or (not on_gpu and config.trainer.device != "cpu"):
         return []
@@ -583,5 +588,24 @@ def _reference_actors(config: RunConfig, memory: MemoryEstimate, machine: Machin
             0,
             min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
             remedy,
+        )
+    ]
+
+
+def _replica_apart(config: RunConfig, memory: MemoryEstimate, machine: Machine) -> list[MemoryRequirement]:
+    """A replica of the policy in a Ray actor, or beside ranks in a process or a thread of this machine."""
+    device, executor = derive.replica_device(config), config.rollout.stages.proximal.executor
+    on_gpu = device != "cpu"
+    beside_local_training = config.trainer.strategy is TrainingStrategy.local and executor != "ray"
+    if not derive.has_replica(config) or beside_local_training or (on_gpu and not machine.gpu_bytes):
+        return []
+    return [
+        MemoryRequirement(
+            f"The replica of the policy on {device}",
+            "weights",
+            memory.replica_bytes,
+            0,
+            min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
+            "Set rollout.stages.proximal.executor=trainer.",
         )
     ]

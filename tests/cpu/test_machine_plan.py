@@ -257,6 +257,48 @@ def test_the_evaluations_engines_have_gpus_too() -> None:
     assert there.loads[1] == plan_on("8xH100", *split("7B", 4, 4)).loads[1]
 
 
+REFERENCE, PROXIMAL = "rollout.stages.reference", "rollout.stages.proximal"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "loads"),
+    [
+        # A replica has the engines' dtype, a whole copy of a reference the policy's, and shards are float32.
+        ([f"{PROXIMAL}={{executor: ray, device: cuda}}"], [("replica", 1, 2.0)]),
+        ([f"{PROXIMAL}={{executor: ray, device: cpu}}"], []),
+        (["KL", f"{REFERENCE}={{executor: ray, max_parallel: 2, ray_num_gpus: 1}}"], [("reference", 2, 2.0)]),
+        (["KL", f"{REFERENCE}={{executor: workers, num_workers: 2}}"], [("reference", 2, 4 / 2)]),
+        (["KL", f"{REFERENCE}={{executor: workers, num_workers: 2, cpu_offload: true}}"], []),
+        (["KL", f"{REFERENCE}.executor=colocated"], []),  # in the ranks' weights
+    ],
+)
+def test_models_that_only_score_have_gpus_too(overrides: list[str], loads: list[tuple[str, int, float]]) -> None:
+    settings = [each.replace("KL", "trainer.algorithm.kl_loss_coef=0.1") for each in overrides]
+    settings += ["trainer.algorithm.proximal_policy=arrival"] * (PROXIMAL in overrides[0])
+    there = plan_on("8xH100", *split("7B", 4, 2, 1, *settings))
+    assert there.problems == () and (there.loads[0].who, there.loads[-1].who) == ("training", "engine")
+    assert [(load.who, load.number) for load in there.loads[1:-1]] == [(who, number) for who, number, _ in loads]
+    for load, (_, _, bytes_each) in zip(there.loads[1:-1], loads, strict=True):
+        assert load.parts["weights"] == pytest.approx(bytes_each * PARAMETERS["7B"], rel=1e-3)
+
+
+def test_a_model_that_only_scores_on_the_trainers_gpu_is_added_there() -> None:
+    scoring = ["trainer.algorithm.proximal_policy=arrival", f"{PROXIMAL}.executor=process"]
+    there = plan_on("2xH100", *scoring, "generator.inference_engine.devices=[1]")
+    assert [load.who for load in there.loads] == ["training", "engine"]
+    assert there.loads[0].parts["replica"] == pytest.approx(2 * PARAMETERS["1.5B"], rel=1e-3)
+    apart = plan_on("3xH100", *scoring, f"{PROXIMAL}.device=cuda:2", "generator.inference_engine.devices=[1]")
+    assert [load.who for load in apart.loads] == ["training", "replica", "engine"]
+
+
+def test_a_replica_in_ray_that_no_gpu_holds_is_a_problem() -> None:
+    """32B in bfloat16: 65.5 GB, and an L40S has 48."""
+    replica = [f"{PROXIMAL}={{executor: ray, device: cuda}}", "trainer.algorithm.proximal_policy=arrival"]
+    problems = plan_on("4x8xL40S", *split("32B", 24, 1, 4, *replica)).problems
+    (problem,) = [each for each in problems if each.startswith("The replica of the policy on cuda: weights take")]
+    assert f"Set {PROXIMAL}.executor=trainer." in problem
+
+
 def test_layers_that_stay_gathered_count() -> None:
     """7B: 6.53 billion weights in linear layers, in bfloat16, on every rank."""
     kept = plan_on("8xH100", *split("7B", 4, 4), "trainer.fsdp.reshard_after_forward=false").loads[0]
