@@ -29,6 +29,7 @@ from skyrl_train.config.schema import GeneratorConfig
 from skyrl_train.errors import ConfigError, EngineError, GeneratorOutputError, NoEngineError, RolloutError
 from skyrl_train.events.log import EventLog
 from skyrl_train.events.reader import EventReader
+from skyrl_train.generators.harness import generator
 from skyrl_train.generators.harness.agent import AgentTask
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.validation import to_samples
@@ -513,6 +514,34 @@ async def test_a_run_that_times_out_cancels_its_requests(monkeypatch: pytest.Mon
             await playing
         assert user_frame("".join(traceback.format_exception(info.value))).endswith("in post")
         await until(lambda: not it.engine.running)
+
+
+async def test_an_agent_that_answers_its_cancellation_with_a_reward_is_late() -> None:
+    async def run(prompt: Messages, base_url: str, api_key: str, **_: Any) -> float:
+        await Model(base_url, api_key).answer(prompt)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.get_running_loop().create_future()
+        return 1.0
+
+    async with harness(timeout_s=0.5) as it:
+        with pytest.raises(RolloutError, match="it took longer than"):
+            await it.play(run)
+
+
+async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "_CANCEL_LIMIT_S", 0.1)
+    over = asyncio.Event()
+
+    async def run(**_: Any) -> float:
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):  # as a bare except does
+                await over.wait()
+        return 1.0
+
+    async with harness(timeout_s=0.1) as it:
+        with pytest.raises(RolloutError, match=r"it took longer than .*, and ignores its cancellation; abandoned"):
+            await it.play(run)
+    over.set()
 
 
 async def test_the_key_of_a_thread_that_cannot_be_ended_is_revoked() -> None:

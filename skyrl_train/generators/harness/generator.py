@@ -53,7 +53,7 @@ from skyrl_train.generators.harness.process import ProcessAgent
 from skyrl_train.generators.harness.sampling import RunSampling, SessionSampling
 from skyrl_train.inference.chat.service import ChatService
 from skyrl_train.inference.interface import SamplingParams
-from skyrl_train.runtime.concurrency import gather_or_cancel
+from skyrl_train.runtime.concurrency import cancel_within, gather_or_cancel
 from skyrl_train.types import ConversationType, GeneratorInput, GeneratorOutput, TrajectoryID
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _PUBLIC_URL_TIMEOUT_S = 5.0
+_CANCEL_LIMIT_S = 10.0  # time for a cancelled agent to clean up
 _UNASKED = "; no agent has sent a request to its base_url with its api_key yet"
 
 
@@ -316,28 +317,38 @@ class HarnessGenerator(GeneratorInterface):
         Raises:
             AgentError: any failure of the agent.
         """
-        limit = asyncio.timeout(self._timeout_s)
+        # In a task of its own: a timeout around the call would wait for an agent that ignores its cancellation.
+        running = asyncio.create_task(self._agent.run(task), name=f"agent-{task.session_id}")
         try:
-            async with limit:
-                return await self._agent.run(task)
+            await asyncio.wait([running], timeout=self._timeout_s)
+        finally:
+            in_time = running.done()
+            ignores = bool(await cancel_within([running], _CANCEL_LIMIT_S))
+        late = f"it took longer than generator.kwargs.timeout_s={self._timeout_s:g} s"
+        if ignores:
+            raise AgentError(
+                f"{late}, and ignores its cancellation; abandoned. It must let asyncio.CancelledError through"
+            )
+        try:
+            result = running.result()
         except AgentError:
             raise  # already says what the agent did wrong
-        except asyncio.CancelledError as error:
-            # Re-raise a cancellation from outside; an agent's own code can raise the exception too.
-            current = asyncio.current_task()
-            if current is None or current.cancelling():
-                raise
-            raise AgentError("it cancelled itself") from error
-        except Exception as error:
-            if limit.expired():
+        # This CancelledError is the agent's: a cancellation from outside has left through the block above.
+        except (Exception, asyncio.CancelledError) as error:
+            if not in_time:
                 # The cause shows where the agent was.
-                raise AgentError(f"it took longer than generator.kwargs.timeout_s={self._timeout_s:g} s") from error
+                raise AgentError(late) from error
+            if isinstance(error, asyncio.CancelledError):
+                raise AgentError("it cancelled itself") from error
             # The last frame only: a whole traceback would hide the cause in a long log.
             frames = traceback.extract_tb(error.__traceback__)
             place = "nowhere"
             if frames:
                 place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}"
             raise AgentError(f"it raised {error!r} ({place})") from error
+        if not in_time:
+            raise AgentError(late)
+        return result
 
 
 async def _unreachable(base_url: str) -> str | None:
