@@ -66,7 +66,7 @@ NOISE = [0.01, -0.01, 0.0] * 20
         ([0.5 + noise for noise in NOISE], "No clear change"),
         ([index / 60 + noise for index, noise in enumerate(NOISE)], "Learned: reward"),
         ([1 - index / 60 + noise for index, noise in enumerate(NOISE)], "Got worse"),
-        ([min(index, 60 - index) / 60 + noise for index, noise in enumerate(NOISE)], "Got worse"),
+        ([min(index, 60 - index) / 60 + noise for index, noise in enumerate(NOISE)], "Learned, and lost it again"),
         (
             [min(index, 45 - index / 2) / 60 + noise for index, noise in enumerate(NOISE)],
             "Learned, and lost some of it",
@@ -75,6 +75,12 @@ NOISE = [0.01, -0.01, 0.0] * 20
 )
 def test_a_run_has_learned_if_its_ends_differ_by_more_than_their_noise(rewards: list[float], beginning: str) -> None:
     assert learning(columns_of(reward__mean=rewards)).startswith(beginning)
+
+
+def test_a_run_whose_reward_ends_above_its_start_did_not_get_worse() -> None:
+    """Between its ends it was better."""
+    rewards = [0.0774, 0.0757, 0.0814, *[0.08] * 8, 0.0974, 0.0980, 0.0970, *[0.08] * 3, 0.0768, 0.0797, 0.0831]
+    assert learning(columns_of(reward__mean=rewards)).startswith("Learned, and lost it again: reward 0.0782")
 
 
 def test_rewards_that_are_all_equal_teach_nothing() -> None:

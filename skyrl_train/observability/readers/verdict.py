@@ -56,9 +56,12 @@ def learning(columns: Columns) -> str:
     means = (sums[ends:] - sums[:-ends]) / ends
     best = int(means.argmax())
     low_best, _ = bootstrap_interval(rewards[best : best + ends])
-    if low_best > high_last:
+    if low_best > high_last and (low_last > high or low_best > high or high_last < low):
         peak = columns["step"][np.isfinite(columns["reward/mean"])][best + ends // 2]
-        judgement = "Learned, and lost some of it" if low_last > high else "Got worse"
+        if low_last > high:
+            judgement = "Learned, and lost some of it"
+        else:
+            judgement = "Got worse" if high_last < low else "Learned, and lost it again"
         return f"{judgement}: {change}; the best stretch, around step {peak:.0f}, had {means[best]:.3g}."
     if low_last > high:
         return f"Learned: {change}."
