@@ -159,6 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         Console(stderr=True).print(visible(text), markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, ConfigError | DataError | ModelError) else 1
     except SystemExit as end:
+        if isinstance(end.code, str):  # of a user's module, which says what it misses
+            typer.echo(end.code, err=True)
+            return 1
         return int(end.code or 0)
     raise AssertionError("a verb ends with an exit code or an error")
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from skyrl_train.config.compose import recipe_names
 from skyrl_train.config.import_path import forget_files
+from skyrl_train.config.schema import ResumeMode
 from skyrl_train.entrypoints.beside import Readers
 from skyrl_train.entrypoints.inputs import load_inputs, print_warnings
 from skyrl_train.entrypoints.run import StopRequest, train
@@ -90,6 +91,9 @@ def train_recipe(
         if recipe in recipe_names() and result.finished:
             commands["Your own task"] = f"{program()} init my-task --data prompts.jsonl"
         again = train_command(program(), [recipe, *options, *overrides], run_dir=run_dir, resumes=not result.finished)
+        if inputs.config.trainer.resume is ResumeMode.never and not result.finished:
+            # Of the recipe: an override has gone from the command.
+            again += "" if any(each.startswith("trainer.resume=") for each in overrides) else " trainer.resume=latest"
         commands["Train again" if result.finished else "Resume" if result.summary.steps else "Start again"] = again
         line = final_lines(
             run.learned if result.summary.steps else None,

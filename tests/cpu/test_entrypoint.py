@@ -423,6 +423,27 @@ def test_the_commands_that_a_run_prints_can_be_pasted_where_folders_have_spaces(
     assert compose(TINY[0], overrides).trainer.run_dir == f"{folder}-2"
 
 
+@pytest.mark.parametrize(("of_recipe", "overrides"), [("never", []), ("latest", ["trainer.resume=never"])])
+def test_the_command_that_continues_a_run_resumes_it_whatever_the_recipe_says(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    of_recipe: str,
+    overrides: list[str],
+) -> None:
+    async def stopped(*arguments: object) -> bool:
+        return False
+
+    monkeypatch.setattr("skyrl_train.entrypoints.run._train", stopped)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"defaults: [quickstart, _self_]\ntrainer: {{resume: {of_recipe}}}\n")
+    assert main(["train", str(recipe), *TINY[1:], *overrides, f"trainer.runs_dir={tmp_path}"]) == 0
+    (again,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Start again:")]
+    words = shlex.split(again.partition(":")[2])
+    assert main(words[words.index("train") :]) == 0
+    assert capsys.readouterr().out.count("Start again:") == 1
+
+
 def test_a_run_resumes_from_an_earlier_checkpoint_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     saved = ["trainer.ckpt_interval=1", "trainer.max_ckpts_to_keep=9"]
     assert run(tmp_path, capfd, *saved)[0] == 0

@@ -73,6 +73,12 @@ def test_a_wrong_command_line_exits_with_2_and_says_what_is_wrong(
     assert told.lower() in capsys.readouterr().err.lower()
 
 
+def test_a_module_that_exits_with_a_text_has_it_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "needs_a_key.py").write_text("import sys\nsys.exit('Set MY_KEY.')\n")
+    assert main(["plan", "quickstart", f"environment.modules=[{tmp_path}/needs_a_key.py]"]) == 1
+    assert capsys.readouterr().err == "Set MY_KEY.\n"
+
+
 def test_serve_looks_at_its_port_before_it_loads_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve", "no-model", "--open", "--port", str(taken.getsockname()[1])]) == 2
