@@ -178,6 +178,8 @@ class RunScreens(App[None]):
 
     def _draw(self, shown: str, report: StepReport | None, drawn: Drawn, state: tuple[object, ...], due: bool) -> None:
         self._reading, self._drawn = False, state
+        if not self.is_running:  # the reader has left, and the widgets are gone
+            return
         self._panel.start_up = self._watched.start_up
         self._progress.total_steps = self._watched.total_steps  # without max_steps, the run tells it as training begins
         if report is not None:
@@ -199,7 +201,11 @@ class RunScreens(App[None]):
         """Read a sample, and draw it token for token."""
         sample = whole_sequence(self._watched.path, phase, step, row)
         if sample is not None and not get_current_worker().is_cancelled:
-            self.call_from_thread(self.query_one("#sample", Static).update, sample_text(sample))
+            self.call_from_thread(self._draw_sample, sample_text(sample))
+
+    def _draw_sample(self, drawn: Text) -> None:
+        if self.is_running:  # else the reader has left, and the widgets are gone
+            self.query_one("#sample", Static).update(drawn)
 
     def _draw_samples(self, samples: dict[str, Any]) -> None:
         before, self._samples = self._samples, samples

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from recorded_runs import RecordedRun
 from rich.console import Console
+from rich.text import Text
 from textual.widgets import DataTable, Static, TabbedContent
 
 from skyrl_train.config.compose import compose, to_yaml
@@ -224,6 +225,15 @@ async def test_a_chosen_sample_stays_when_a_step_ends(tmp_path: Path) -> None:
         await pilot.press("full_stop")
         await settled()
         assert str(table.get_row_at(0)[0]) == "3"
+
+
+async def test_what_was_read_before_the_reader_has_left_is_not_drawn_afterwards(tmp_path: Path) -> None:
+    app = RunScreens(WatchedRun(RecordedRun(tmp_path / "run", steps=3).path), poll_s=600.0)
+    async with app.run_test():
+        await app.workers.wait_for_complete()
+    for name in ("samples", "run"):  # the widgets are gone
+        app._draw(name, None, Text("late"), (), True)
+    app._draw_sample(Text("late"))
 
 
 async def test_a_run_that_is_removed_is_said_on_the_screen(tmp_path: Path) -> None:
