@@ -6,15 +6,17 @@
 The peers' own code admits their groups: SkyRL's ``_AsyncStalenessManager``, AReaL's ``StalenessManager`` and the methods of
 verl's ``FullyAsyncRollouter`` that pause it, each with its bound set to S. Only these definitions are taken from the packages'
 files, because the modules around them import whole trainers. Ours is the ``StalenessManager`` with the default settings: the
-depth adapts, and tokens older than S do not train (``mask``). A peer trains groups of any age, in the order in which it takes
-them.
+depth adapts. A peer trains groups of any age, in the order in which it takes them; so does ours with ``accept``. With ``mask``,
+the default, it has the same schedule, but tokens older than S do not train.
 
 The machine: a step has B groups of n responses; engines with B * n slots decode in lockstep, older versions first; training takes
 its time per token, then the weights are synced in no time. The first line compares this model with the real trainer.
 
 A cell has the throughput over min(generation, training), and the mean lag of the trained groups by their oldest token.
 *At equal S* divides our throughput by the fastest peer's. *At equal freshness* divides it by the fastest run of any peer, with
-any of the bounds, whose mean lag is at most ours, to two decimals.
+any of the bounds, whose mean lag is at most ours, to two decimals. *Tokens within S* divides the trained tokens that are at most
+S steps old, ours by the most that a peer has at equal S. ``mask`` trains no others: *with mask* divides ours by all tokens of the
+fastest peer at equal S.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import heapq
 import itertools
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from math import floor
 from pathlib import Path
 from statistics import fmean
 from threading import Lock
@@ -53,8 +57,12 @@ class Group:
 
     group_index: int
     unfinished: int  # responses
-    tokens: int = 0
     oldest_version: int = -1  # of its tokens; -1: it has none yet
+    sampled: Counter[int] = field(default_factory=Counter)  # tokens of its finished responses, by version
+
+    @property
+    def tokens(self) -> int:
+        return self.sampled.total()
 
 
 class Scheduler(ABC):
@@ -266,6 +274,7 @@ class SteadyState:
     """A run without its first and last quarter."""
 
     throughput: float  # over min(generation, training)
+    fresh: float  # the part of it that is at most S steps old
     lags: list[int] = field(repr=False)
 
     @property
@@ -273,13 +282,15 @@ class SteadyState:
         return fmean(self.lags)
 
 
-def play(workload: Workload, scheduler: Scheduler) -> SteadyState:
+def play(workload: Workload, scheduler: Scheduler, bound: int) -> SteadyState:
     """Run the schedule. A decode step takes a second."""
     now, version, free = 0.0, 0, workload.engine.slots
+    served_at = [0.0]  # by version
     begun, order = itertools.count(), itertools.count()
     waiting: list[tuple[int, int, Group, int]] = []  # a heap: version at admission, order, group, tokens
-    events: list[tuple[float, int, Group | list[Group]]] = []  # a heap: the end of a response, or of a training step
-    steps: list[tuple[float, int, list[int]]] = []  # end, tokens, lags
+    # A heap: the end of a response and its tokens, or of a training step
+    events: list[tuple[float, int, tuple[Group, int] | list[Group]]] = []
+    steps: list[tuple[float, int, int, list[int]]] = []  # end, tokens, those at most S steps old, lags
     training = False
 
     def fill() -> None:
@@ -294,21 +305,31 @@ def play(workload: Workload, scheduler: Scheduler) -> SteadyState:
             _, _, group, tokens = heapq.heappop(waiting)
             if group.oldest_version < 0:
                 group.oldest_version = version
-            group.tokens += tokens
             free -= 1
-            heapq.heappush(events, (now + tokens, next(order), group))
+            heapq.heappush(events, (now + tokens, next(order), (group, tokens)))
 
     fill()
     while len(steps) < workload.steps:
         now, _, ended = heapq.heappop(events)
-        if isinstance(ended, Group):
+        if isinstance(ended, tuple):
+            group, tokens = ended
             free += 1
-            ended.unfinished -= 1
-            if not ended.unfinished:
-                scheduler.finish(ended)
+            group.unfinished -= 1
+            newer = 0
+            for of in range(version, -1, -1):
+                since = min(tokens, floor(now - served_at[of]))  # its tokens since this version was served
+                group.sampled[of] += since - newer
+                newer = since
+                if newer == tokens:
+                    break
+            if not group.unfinished:
+                scheduler.finish(group)
         else:
-            steps.append((now, sum(group.tokens for group in ended), [version - g.oldest_version for g in ended]))
+            fresh = sum(n for group in ended for of, n in group.sampled.items() if version - of <= bound)
+            lags = [version - group.oldest_version for group in ended]
+            steps.append((now, sum(group.tokens for group in ended), fresh, lags))
             version, training = version + 1, False
+            served_at.append(now)
             scheduler.served(ended, version)
         fill()
         if not training and (batch := scheduler.take()) is not None:
@@ -317,8 +338,9 @@ def play(workload: Workload, scheduler: Scheduler) -> SteadyState:
             heapq.heappush(events, (now + workload.training.per_token_s * tokens, next(order), batch))
     edge = workload.steps // 4
     steady = steps[edge : workload.steps - edge]
-    rate = sum(tokens for _, tokens, _ in steady) / (steady[-1][0] - steps[edge - 1][0])
-    return SteadyState(rate / workload.tokens_per_s, [lag for _, _, lags in steady for lag in lags])
+    possible = workload.tokens_per_s * (steady[-1][0] - steps[edge - 1][0])
+    every, fresh = (sum(step[column] for step in steady) / possible for column in (1, 2))
+    return SteadyState(every, fresh, [lag for *_, lags in steady for lag in lags])
 
 
 def build_workload(options: argparse.Namespace, tail: float, ratio: float) -> Workload:
@@ -350,7 +372,7 @@ def main() -> None:
 
     small = argparse.Namespace(**{**vars(options), "steps": min(options.steps, 16), "batch": min(options.batch, 8)})
     work = build_workload(small, 8, 1.0)
-    model = play(work, Ours(small.batch, 4, small.steps)).throughput
+    model = play(work, Ours(small.batch, 4, small.steps), 4).throughput
     print(f"B = {small.batch}, {small.steps} steps, S = 4, tail 8, balanced: model {model:.4f}, ", end="")
     print(f"real trainer {real_trainer(work, 4):.4f}\n")
 
@@ -358,20 +380,18 @@ def main() -> None:
     if options.peers is None:
         peers = {}
     print(f"B = {options.batch}, n = {options.samples}; throughput / mean lag\n")
-    print(
-        f"| tail | regime | S | {' | '.join(['ours', *peers])} | at equal S | lag over the fastest's | at equal freshness |"
-    )
-    print("|---" * (7 + len(peers)) + "|")
+    compared = ["at equal S", "lag over the fastest's", "at equal freshness", "tokens within S", "with `mask`"]
+    print(f"| tail | regime | S | {' | '.join(['ours', *peers, *compared])} |\n{'|---' * (9 + len(peers))}|")
     lost: list[str] = []
     for tail, (regime, ratio) in itertools.product(options.tails, REGIMES.items()):
         work = build_workload(options, tail, ratio)
         theirs = {
-            (name, bound): play(work, make(options.peers, options.batch, bound))
+            (name, bound): play(work, make(options.peers, options.batch, bound), bound)
             for name, make in peers.items()
             for bound in options.bounds
         }
         for bound in options.bounds:
-            ours = play(work, Ours(options.batch, bound, options.steps))
+            ours = play(work, Ours(options.batch, bound, options.steps), bound)
             at_bound = [theirs[name, bound] for name in peers]
             shown = " | ".join(f"{each.throughput:.3f} / {each.lag:.2f}" for each in (ours, *at_bound))
             fastest = max(at_bound, key=lambda each: each.throughput, default=ours)
@@ -379,7 +399,8 @@ def main() -> None:
             at_s = ours.throughput / fastest.throughput
             fresh = f"{ours.throughput / max(as_fresh):.3f}" if as_fresh else "none is as fresh"
             print(
-                f"| {tail:g} | {regime} | {bound} | {shown} | {at_s:.3f} | {ours.lag / fastest.lag:.2f} | {fresh} |",
+                f"| {tail:g} | {regime} | {bound} | {shown} | {at_s:.3f} | {ours.lag / fastest.lag:.2f} | {fresh} "
+                f"| {ours.fresh / max(each.fresh for each in at_bound or [ours]):.3f} | {ours.fresh / fastest.throughput:.3f} |",
                 flush=True,
             )
             if at_s < EQUAL:
