@@ -215,7 +215,9 @@ class Container(ABC):
 
     def run(self, command: str, timeout_s: float, variables: Mapping[str, str] | None = None) -> CommandResult:
         """Run ``command`` in a new shell of bash, in the task's working folder."""
-        command = command.replace("\0", "")  # as bash does; no argument may have one
+        # No argument may have a null character, which bash leaves out, or half of a surrogate pair, which a model may
+        # write in the JSON of a tool call.
+        command = command.replace("\0", "").encode(errors="replace").decode()
         if len(command.encode()) > _MAX_COMMAND_BYTES:
             return CommandResult("bash: Argument list too long\n", 126, 0.0)
         return self._run(command, timeout_s, variables or {})
@@ -476,7 +478,10 @@ class DockerContainer(Container):
         self._docker("cp", f"{tests}/.", f"{self._id}:/tests", failed=failed, timeout_s=self.task.tests_s)
 
     def close(self) -> None:
-        subprocess.run([_DOCKER, "rm", "--force", self._id], capture_output=True, timeout=60, check=False)
+        try:
+            subprocess.run([_DOCKER, "rm", "--force", self._id], capture_output=True, timeout=60, check=False)
+        except subprocess.TimeoutExpired:  # the episode has its reward, and the keeper removes the container in the end
+            logger.warning("%s: the container %s could not be removed within 60 s", self.task.folder, self._id)
 
     def _built_image(self) -> str:
         """Build the image once in this process; Docker's cache has it for others."""

@@ -328,6 +328,7 @@ def test_a_command_may_remove_its_folder(tmp_path: Path) -> None:
 def test_a_command_that_no_shell_takes_is_no_failed_rollout(tmp_path: Path) -> None:
     episode = environment(write(tmp_path))
     assert episode.step("```bash\necho a\0b\n```")["observations"][0]["content"] == "ab\n"
+    assert episode.step("```bash\necho a\ud83db\n```")["observations"][0]["content"] == "a?b\n"
     answer = episode.step(f"```bash\necho {'a' * 200_000}\n```")["observations"][0]["content"]
     assert answer == "bash: Argument list too long\n\n[exit code 126]"
     episode.close()
@@ -400,6 +401,21 @@ def test_a_container_outlives_no_trainer_and_ends_at_its_close(tmp_path: Path, d
     calls = docker.read_text().splitlines()
     assert calls[-2:] == [f"ps --all --quiet --filter label={label}", "rm --force container-1"]
     assert sum(f"--label {label} " in call for call in calls) == 2, "all containers of this process have it"
+
+
+def test_a_container_that_is_slow_to_remove_fails_no_episode(
+    tmp_path: Path, docker: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    episode, run = environment(write(tmp_path / "task"), container="docker"), subprocess.run
+
+    def slow_to_remove(command: list[str], **options: Any) -> Any:
+        if command[1] == "rm":
+            raise subprocess.TimeoutExpired(command, 60)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", slow_to_remove)
+    episode.close()
+    assert "container-1 could not be removed within 60 s" in caplog.text
 
 
 def test_a_command_with_a_background_process_returns_at_its_own_end(tmp_path: Path, docker: Path) -> None:
