@@ -7,6 +7,7 @@ Reserved one after the other, engines and ranks would take each other's nodes, a
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -80,12 +81,12 @@ class Reservation:
         if held:
             hold = RayPlacement(0, own, placement_group=self._group, bundle_index=0)
             (gpus,) = self._gpus_of([hold])
-            if [str(gpu) for gpu in gpus] != [str(gpu) for gpu in range(own)]:
+            if {str(gpu) for gpu in gpus} != (mine := _first_gpus(own)):
                 self.release()
                 raise ConfigError(
-                    f"The run's own processes compute on the first {own} GPU(s) of this machine, and Ray has given them to "
-                    "another job. Set trainer.strategy=fsdp2 with trainer.fsdp.num_workers=1, so that Ray chooses the GPU of "
-                    "training too."
+                    f"The run's own processes compute on GPU {', '.join(sorted(mine))} of this machine, and Ray has given them "
+                    "to another job, or was started with another CUDA_VISIBLE_DEVICES. Set trainer.strategy=fsdp2 with "
+                    "trainer.fsdp.num_workers=1, so that Ray chooses the GPU of training too."
                 )
 
     def placements(self, role: str) -> list[RayPlacement]:
@@ -151,6 +152,12 @@ class Reservation:
 def _gpus() -> list[Any]:
     """Return the GPUs of a bundle, which stay the same as long as it exists."""
     return list(ray.get_gpu_ids())
+
+
+def _first_gpus(number: int) -> set[str]:
+    """Return Ray's names of the first GPUs that this process sees: those in CUDA_VISIBLE_DEVICES, else the numbers."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return set(visible.split(",")[:number] if visible else map(str, range(number)))
 
 
 def _is_first(actor: PlacedActor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -189,8 +190,27 @@ def test_a_gpu_of_this_process_that_ray_gave_to_another_job_is_an_error(reserved
         [visible_gpus.options(**each.options()).remote() for each in reserved[0].placements(POLICY_RANKS)]
     )
     needs = replace(needs_of((ENGINES, 1, 1.0)), local_gpus=1 + first[0])
-    with pytest.raises(ConfigError, match=r"has given them to another job. Set trainer.strategy=fsdp2"):
+    with pytest.raises(ConfigError, match=r"has given them to another job, .* Set trainer.strategy=fsdp2"):
         Reservation(needs, TIME_S, "less")
+
+
+@pytest.mark.parametrize(
+    "visible", ["0,1,2,3,4,5,6,7", "7,5,4,3,2,6,1,0", "GPU-b,GPU-a,GPU-h,GPU-g,GPU-f,GPU-e,GPU-d,GPU-c"]
+)
+def test_the_gpus_of_this_process_are_the_first_ones_that_it_sees(
+    visible: str, reserved: list[Reservation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray, which was started with the same variable, names GPUs by it, in any order."""
+    there = {"CUDA_VISIBLE_DEVICES": visible}
+    monkeypatch.setattr(module, "RayPlacement", functools.partial(RayPlacement, environment=there))
+    needs = replace(needs_of((ENGINES, 1, 1.0)), local_gpus=4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,9")
+    with pytest.raises(
+        ConfigError, match=r"compute on GPU 0, 1, 2, 9 of this machine, .* another CUDA_VISIBLE_DEVICES"
+    ):
+        Reservation(needs, TIME_S, "less")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    reserved.append(Reservation(needs, TIME_S, "less"))
 
 
 @ray.remote
