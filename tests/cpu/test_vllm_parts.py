@@ -20,9 +20,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from vllm_engines import tiny_model
 
 from skyrl_train.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from skyrl_train.inference.engines.vllm import weight_loader
 from skyrl_train.inference.engines.vllm.adapter import AsyncLLMAdapter, OutputQueue, completion_chunk
 from skyrl_train.inference.engines.vllm.arguments import (
     VLLMSettings,
@@ -36,9 +39,10 @@ from skyrl_train.inference.engines.vllm.arguments import (
 )
 from skyrl_train.inference.engines.vllm.engine import VLLMEngine
 from skyrl_train.inference.engines.vllm.requests import EngineRequest, InFlightRequest, VLLMLink, token_versions
-from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, WeightLoader, check_update
+from skyrl_train.inference.engines.vllm.weight_loader import ModelTensors, WeightLoader, adapter_folder, check_update
 from skyrl_train.inference.engines.vllm.worker import WorkerExtension
 from skyrl_train.inference.interface import InferenceEngineInput, LogitAdjustment, SamplingParams
+from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.disk import DiskTransport
 from skyrl_train.weight_sync.process_group import GlooTransport
@@ -505,3 +509,29 @@ def test_the_newer_model_runner_tells_its_requests_and_their_blocks() -> None:
         block_tables=SimpleNamespace(num_blocks=SimpleNamespace(np=blocks)),
     )
     assert (worker.skyrl_held_requests(), worker.skyrl_kv_cache_usage()) == (2, 0.1)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_an_adapter_goes_to_shared_memory_if_it_has_room(
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has 64 MiB of it by default."""
+    memory, temporary = tmp_path / "memory", tmp_path / "temporary"
+    memory.mkdir()
+    temporary.mkdir()
+
+    def save(tensors: dict[str, torch.Tensor], path: str) -> None:
+        if is_full and Path(path).is_relative_to(memory):
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save_file(tensors, path)
+
+    monkeypatch.setattr(weight_loader, "_MEMORY", memory)
+    monkeypatch.setattr(weight_loader, "save_file", save)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    weights = {f"base_model.model.layer.q_proj.lora_{part}.weight": torch.ones(2, 3) for part in "AB"}
+    with adapter_folder(AdapterSpec(2, 0.5), weights) as folder:
+        assert Path(folder).parent == (temporary if is_full else memory)
+        assert load_file(f"{folder}/adapter_model.safetensors").keys() == weights.keys()
+        assert json.loads(Path(folder, "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+        assert not is_full or not list(memory.iterdir())
+    assert not [*memory.iterdir(), *temporary.iterdir()]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from skyrl_train.errors import EngineError
@@ -328,6 +329,36 @@ def _check_dtype(spec: TensorSpec, dtype: str) -> None:
 # The policy's adapter -------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def adapter_folder(adapter: AdapterSpec, weights: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Write an adapter (``weights`` under peft's names) to a folder, the form that vLLM's reader takes.
+
+    It is in shared memory, which costs a copy but no disk access; where that has no room, as in a container, with the temporary
+    files.
+    """
+    modules = {name.removesuffix(".weight").rpartition(".lora_")[0].rpartition(".")[2] for name in weights}
+    settings = {
+        "peft_type": "LORA",
+        "r": adapter.rank,
+        "lora_alpha": adapter.scale * adapter.rank,
+        "target_modules": sorted(modules),
+        "bias": "none",
+    }
+    tensors = {name: weight.cpu().clone() for name, weight in weights.items()}
+    places = [_MEMORY, None] if _MEMORY.is_dir() else [None]
+    for place in places:
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            try:
+                (Path(folder) / "adapter_config.json").write_text(json.dumps(settings))
+                save_file(tensors, f"{folder}/adapter_model.safetensors")
+            except (OSError, SafetensorError):
+                if place is None:
+                    raise
+                continue
+            yield folder
+            return
+
+
 class LoraLoader:
     """The policy's adapter in a worker whose ``model_runner`` was started with LoRA; called between two steps.
 
@@ -346,20 +377,7 @@ class LoraLoader:
         """
         from vllm.lora.request import LoRARequest
 
-        # vLLM's reader takes a folder; one in shared memory costs a copy but no disk access.
-        with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as folder:
-            modules = {name.removesuffix(".weight").rpartition(".lora_")[0].rpartition(".")[2] for name in weights}
-            settings = {
-                "peft_type": "LORA",
-                "r": adapter.rank,
-                "lora_alpha": adapter.scale * adapter.rank,
-                "target_modules": sorted(modules),
-                "bias": "none",
-            }
-            (Path(folder) / "adapter_config.json").write_text(json.dumps(settings))
-            save_file(
-                {name: weight.cpu().clone() for name, weight in weights.items()}, f"{folder}/adapter_model.safetensors"
-            )
+        with adapter_folder(adapter, weights) as folder:
             try:
                 self._received = self._manager._load_adapter(LoRARequest("policy", POLICY_ADAPTER, folder))
             except Exception as error:  # vLLM's reader raises many kinds; the adapter that serves is untouched
