@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from skyrl_train.config import derive
@@ -68,6 +69,7 @@ async def started_generation(
     from skyrl_train.build.engines import build_client, build_transport
     from skyrl_train.build.rollout import build_generator, build_stages
     from skyrl_train.models.folder import load_model, load_tokenizer
+    from skyrl_train.models.lora import served_weights
     from skyrl_train.rollout.stages.reward import RewardStage
     from skyrl_train.types import PauseMode
     from skyrl_train.weight_sync.syncer import WeightSyncer, weights_of
@@ -86,7 +88,9 @@ async def started_generation(
     try:
         await client.start()
         model = await asyncio.to_thread(load_model, model_path, config.trainer.policy.dtype, "cpu")
-        await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.ABORT).sync(version=0)
+        await WeightSyncer(client, transport, weights_of(partial(served_weights, model)), PauseMode.ABORT).sync(
+            version=0
+        )
         del model  # the engines have their own copies
         for stage in rewards:
             await stage.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -90,6 +91,7 @@ async def _serve(
     from skyrl_train.inference.chat.service import ChatService
     from skyrl_train.inference.client import InferenceEngineClient
     from skyrl_train.models.folder import load_model, load_tokenizer
+    from skyrl_train.models.lora import served_weights
     from skyrl_train.observability.screen import start_up
     from skyrl_train.runtime.process import DaemonThreadPool, gc_tuned
     from skyrl_train.types import PauseMode
@@ -115,7 +117,9 @@ async def _serve(
         with start_up(console, "model"):
             model = await asyncio.to_thread(load_model, model_path, dtype, "cpu")
         with start_up(console, "first weight sync"):
-            await WeightSyncer(client, transport, weights_of(model.named_parameters), PauseMode.ABORT).sync(version=0)
+            await WeightSyncer(client, transport, weights_of(partial(served_weights, model)), PauseMode.ABORT).sync(
+                version=0
+            )
 
     try:
         starting = [asyncio.create_task(start_engines()), asyncio.create_task(stopped.wait())]

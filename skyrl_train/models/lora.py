@@ -101,6 +101,23 @@ def policy_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.nn.Param
             yield _PREFIX + name.replace(f".{_ADAPTER}.", "."), parameter
 
 
+def served_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what engines need to compute as ``model`` does: :func:`policy_weights`, and without an adapter the numbers that its
+    checkpoints have as buffers, because they are not trained (a scale of each layer in Gemma 4).
+    """
+    yield from policy_weights(model)
+    if adapter_of(model) is None:
+        yield from ((name, buffer) for name, buffer in checkpoint_buffers(model) if buffer.is_floating_point())
+
+
+def checkpoint_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that checkpoints of ``model`` have; all others follow from its configuration."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and name != FINGERPRINT:
+                yield f"{path}.{name}".removeprefix("."), buffer
+
+
 def base_fingerprint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the fingerprint of base model and scale (uint8 ``[32]``) by its name in a checkpoint; empty without an adapter."""
     return {FINGERPRINT: model.get_buffer(FINGERPRINT)} if adapter_of(model) is not None else {}

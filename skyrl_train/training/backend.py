@@ -185,7 +185,7 @@ class TrainingBackend(Training):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the policy's parameters under their HF names, in a fixed order, on any device; do not modify them.
+        """Yield what engines need of the policy under its HF names, in a fixed order, on any device; do not modify it.
 
         A policy with a LoRA adapter yields the adapter alone, under peft's names.
         """

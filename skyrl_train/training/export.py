@@ -19,7 +19,14 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from skyrl_train.errors import CheckpointError, first_line
 from skyrl_train.models.folder import build_empty, load_tokenizer, quiet_transformers
-from skyrl_train.models.lora import adapter_of, base_fingerprint, merged_weights, policy_weights, write_adapter
+from skyrl_train.models.lora import (
+    adapter_of,
+    base_fingerprint,
+    checkpoint_buffers,
+    merged_weights,
+    policy_weights,
+    write_adapter,
+)
 from skyrl_train.training.state import POLICY_FILE, check_base, check_weights
 
 SHARDED_POLICY = "policy."  # before the names of weights in a sharded checkpoint
@@ -41,6 +48,7 @@ def export_hf(model: PreTrainedModel, model_path: str, folder: Path) -> None:
     if adapter := adapter_of(model):
         parameters = ((name, parameter.detach()) for name, parameter in model.named_parameters())
         merged = {name: weight.cpu() for name, weight in merged_weights(parameters, adapter)}
+        merged |= {name: buffer.cpu() for name, buffer in checkpoint_buffers(model)}
         whole = whole_model(merged, model_path, str(model.dtype).removeprefix("torch."))
         trained = {name: weight.detach().cpu() for name, weight in policy_weights(model)}
     write_hf(whole, model, trained, model_path, folder)

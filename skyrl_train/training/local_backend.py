@@ -12,7 +12,7 @@ import torch
 from skyrl_train.config import derive
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.models.folder import load_model, use_tf32
-from skyrl_train.models.lora import adapter_of, add_adapter, base_fingerprint, policy_weights
+from skyrl_train.models.lora import adapter_of, add_adapter, base_fingerprint, policy_weights, served_weights
 from skyrl_train.training.backend import CriticBackend, Training, TrainingBackend
 from skyrl_train.training.collectives import Collectives
 from skyrl_train.training.critic_worker import CriticMicroBatch, CriticWorker, put_value_head
@@ -144,8 +144,8 @@ class LocalBackend(LocalTraining[PolicyMicroBatch], PolicyWorker, TrainingBacken
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`TrainingBackend.named_weights`; tied weights appear once."""
-        for name, parameter in policy_weights(self.model):
-            yield name, parameter.detach()
+        for name, weight in served_weights(self.model):
+            yield name, weight.detach()
 
     def stage(self, transport: WeightTransport, version: int) -> WeightUpdate:
         update = transport.gather(self.named_weights(), version)

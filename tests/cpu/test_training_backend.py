@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_worlds import checksums_of
+from distributed_worlds import one_rank
 from safetensors.torch import load_file
 from training_worlds import (
     SMALL,
@@ -24,17 +26,22 @@ from training_worlds import (
     same,
     weights,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from skyrl_train.build.checks import known_names
 from skyrl_train.config import derive
 from skyrl_train.config.compose import compose
 from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.config.validate import validate
-from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError
-from skyrl_train.models.tiny import build_model_folder
+from skyrl_train.errors import CheckpointError, ConfigError, EngineError, GeneratorOutputError
+from skyrl_train.inference.engines.embedded.core import build_core
+from skyrl_train.inference.engines.embedded.engine import EngineSettings
+from skyrl_train.models.tiny import build_model_folder, character_tokenizer
 from skyrl_train.training.backend import Minibatch, TrainingSequence
 from skyrl_train.training.checkpoint import CheckpointStore
+from skyrl_train.training.messages import ModelSettings
+from skyrl_train.types import PauseMode
+from skyrl_train.weight_sync.shared_memory import SharedMemoryTransport
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
@@ -535,6 +542,69 @@ def test_the_exported_folder_opens_in_transformers(folder: str, tmp_path: Path) 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert same(weights(trained), {name: p.detach() for name, p in model.named_parameters()})
     assert AutoTokenizer.from_pretrained(tmp_path / "export")("42").input_ids == [7, 5]
+
+
+@pytest.fixture
+def scaled(tmp_path: Path) -> PreTrainedModel:
+    """A model whose checkpoint has numbers that are not trained: Gemma 4 scales each layer by one."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"head_dim": 8, "global_head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64}
+    tokens = {"vocab_size": 20, "vocab_size_per_layer_input": 20, "hidden_size_per_layer_input": 0}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    ends = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
+    config = AutoConfig.for_model("gemma4_text", **sizes, **heads, **tokens, **layers, **ends)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for index, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.3 + 0.1 * index)
+    model.save_pretrained(tmp_path / "scaled")
+    character_tokenizer("0123456789").save_pretrained(tmp_path / "scaled")
+    return model
+
+
+@torch.no_grad()
+def computes_as(model: PreTrainedModel, other: PreTrainedModel) -> bool:
+    tokens = torch.arange(2, 12)[None]
+    return torch.equal(model(input_ids=tokens).logits, other(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("strategy", ["local", "fsdp2"])
+def test_what_a_checkpoint_has_beside_parameters_is_synced_and_exported(
+    scaled: PreTrainedModel, tmp_path: Path, strategy: str
+) -> None:
+    folder, transport = str(tmp_path / "scaled"), SharedMemoryTransport()
+    if strategy == "local":
+        trained = backend(folder)
+        update = trained.stage(transport, 0)
+        trained.export_hf(tmp_path / "export")
+    else:
+        settings = config(strategy="fsdp2", fsdp__num_workers=1)
+        rank = one_rank(settings, policy=ModelSettings(folder, settings, 10, 1.0, 0))
+        staged = rank.stage(0, transport, 0)
+        assert staged is not None and [spec.name for spec in staged.tensors] == rank.weight_names()
+        update = staged
+    engine = build_core(EngineSettings(folder, "cpu", "float32", 1, 16, False, 0))
+    engine.receive(update)
+    engine.pause(PauseMode.KEEP)
+    engine.load(update)
+    assert computes_as(engine.model, scaled)
+    if strategy == "fsdp2":
+        rank.export_hf(tmp_path / "export")
+        rank.leave()
+    assert computes_as(AutoModelForCausalLM.from_pretrained(tmp_path / "export"), scaled)
+
+
+def test_an_engine_rejects_an_update_that_lacks_them(scaled: PreTrainedModel, tmp_path: Path) -> None:
+    engine = build_core(EngineSettings(str(tmp_path / "scaled"), "cpu", "float32", 1, 16, False, 0))
+    with closing(SharedMemoryTransport()) as transport:
+        update = transport.gather(scaled.named_parameters(), 0)
+        engine.receive(update)
+        engine.pause(PauseMode.KEEP)
+        with pytest.raises(
+            EngineError, match=r"misses 2 weights of the model, the first is 'model.layers.0.layer_scalar'"
+        ):
+            engine.load(update)
 
 
 def test_a_folder_that_cannot_be_exported_to_is_named(folder: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from vllm_engines import CONTEXT, LORA, PROMPT, SLOTS, TOLERANCE, Served, greedy_after, request, save_folder, tiny_model
 from vllm_engines import token_logprobs as reference
-from vllm_loading_worlds import fails, in_vllm_process, loads
+from vllm_loading_worlds import fails, in_vllm_process, loads, scaled
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.engines.vllm import VLLMEngine, arguments
@@ -56,6 +56,13 @@ def test_packed_weights_are_loaded_by_the_reload(loaded: Any) -> None:
 def test_a_loader_that_fails_in_place_is_not_used_again(vllm_forks: None) -> None:
     for found in in_vllm_process(fails, [("qwen2", forgotten) for forgotten in FORGOTTEN]):
         assert found == {"in_place": False, "reloads": 3, "equal": True}
+
+
+@pytest.mark.slow  # imports both implementations of another architecture
+def test_vllm_computes_with_what_an_update_has_beside_parameters(vllm_forks: None) -> None:
+    """Also where it serves a class of transformers, which it has changed in its process."""
+    for found in in_vllm_process(scaled, [("vllm",), ("transformers",)]):
+        assert found["why"] is None and found["found"] == found["sent"] and len(found["sent"]) == 2
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -18,6 +18,7 @@ from vllm_forks import VLLMForks
 
 from skyrl_train.inference.engines.vllm import weight_loader
 from skyrl_train.inference.engines.vllm.weight_loader import WeightLoader
+from skyrl_train.models.lora import served_weights
 from skyrl_train.weight_sync.disk import DiskTransport
 
 SIZES = {
@@ -142,6 +143,29 @@ def loads(folder: str, kind: str, tied: bool, packed: bool) -> dict[str, Any]:
         "equal": [name for name in expected if torch.equal(found[name], expected[name])] == [*expected],
         "changed": [name for name in found if not torch.equal(found[name], first[name])],
     }
+
+
+def scaled(folder: str, backend: str) -> dict[str, Any]:
+    """Load a model whose layers have scales that are not trained, and return them beside what vLLM computes with.
+
+    Args:
+        backend: vllm | transformers, whose model vLLM serves.
+    """
+    kind, layers = "gemma4_text", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+    sizes = {**SIZES, **layers, "head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 0}
+    config = AutoConfig.for_model(kind, **{**sizes, "architectures": ["Gemma4ForCausalLM"] * (backend == "vllm")})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for index, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.3 + 0.1 * index)
+    config.save_pretrained(folder)
+    with parameters_serve():
+        loader = vllm_loader(folder)
+        update = DiskTransport(Path(folder) / "updates").gather(served_weights(model), 0)
+        why = loader.receive(update)
+        if why is None:
+            loader.load(0)
+    found = [buffer.item() for name, buffer in loader._model.named_buffers() if name.endswith("layer_scalar")]
+    return {"why": why, "sent": [layer.layer_scalar.item() for layer in model.model.layers], "found": found}
 
 
 def fails(folder: str, kind: str, forgotten: str | None) -> dict[str, Any]:

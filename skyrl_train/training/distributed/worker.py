@@ -30,7 +30,14 @@ from transformers import PreTrainedModel
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.models.folder import resolve_device, resolve_dtype, use_tf32
-from skyrl_train.models.lora import adapter_of, add_adapter, merged_weights, policy_weights
+from skyrl_train.models.lora import (
+    adapter_of,
+    add_adapter,
+    checkpoint_buffers,
+    merged_weights,
+    policy_weights,
+    served_weights,
+)
 from skyrl_train.training.backend import Minibatch, TokenRecord
 from skyrl_train.training.collectives import AgreedError, ProcessGroupCollectives
 from skyrl_train.training.critic_worker import CriticWorker, put_value_head
@@ -184,12 +191,12 @@ class TrainingWorker:
             yield name, gathered(parameter.detach(), dtype)
 
     def weight_names(self) -> list[str]:
-        """Return the HF names of the policy's parameters, in their order."""
-        return [name for name, _ in policy_weights(self._policy)]
+        """Return the HF names of what is sent to the engines, in its order."""
+        return [name for name, _ in served_weights(self._policy)]
 
     def weight(self, name: str) -> torch.Tensor | None:
-        """Gather one parameter of the policy: on the CPU of rank 0, None on the others."""
-        named = ((known, parameter) for known, parameter in policy_weights(self._policy) if known == name)
+        """Gather one of the :meth:`weight_names`: on the CPU of rank 0, None on the others."""
+        named = ((known, parameter) for known, parameter in served_weights(self._policy) if known == name)
         _, full = next(self._gathered_weights(named))
         return full.cpu() if dist.get_rank() == 0 else None
 
@@ -203,7 +210,7 @@ class TrainingWorker:
         Returns:
             The update of a rank that has copied them.
         """
-        weights = self._gathered_weights(policy_weights(self._policy))
+        weights = self._gathered_weights(served_weights(self._policy))
 
         def copy() -> WeightUpdate | None:
             try:
@@ -283,6 +290,7 @@ class TrainingWorker:
         first, model = dist.get_rank() == 0, self._policy
         plain = merged_weights(self._gathered_weights(model.named_parameters()), adapter_of(model))
         weights = {name: weight.cpu() for name, weight in plain if first}
+        weights |= {name: buffer.cpu() for name, buffer in checkpoint_buffers(model) if first}
         adapter: dict[str, torch.Tensor] = {}
         if adapter_of(model) is not None:
             adapter = {name: weight.cpu() for name, weight in self._gathered_weights(policy_weights(model)) if first}

@@ -34,7 +34,7 @@ from skyrl_train.inference.interface import SamplingParams, StopReason
 from skyrl_train.inference.response_text import ResponseText
 from skyrl_train.models.adapter_spec import AdapterSpec
 from skyrl_train.models.folder import DTYPES, build_empty, load_config, load_model, load_tokenizer
-from skyrl_train.models.lora import adapter_of, add_adapter, policy_weights
+from skyrl_train.models.lora import adapter_of, add_adapter, policy_weights, served_weights
 from skyrl_train.runtime.seeds import derive_seed
 from skyrl_train.types import PauseMode
 from skyrl_train.weight_sync.checksum import checksum
@@ -468,7 +468,7 @@ def check_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], a
                 f"Weights {twin!r} and {name!r} are tied in the engine's model, but differ in the update."
             )
     # By address, so that a tied weight counts under any of its names.
-    missing = [name for name, weight in policy_weights(model) if weight.data_ptr() not in names]
+    missing = [name for name, weight in served_weights(model) if weight.data_ptr() not in names]
     if missing:
         raise EngineError(f"The update misses {len(missing)} weights of the model, the first is {missing[0]!r}.")
 

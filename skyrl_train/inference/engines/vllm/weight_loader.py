@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.engines.vllm.arguments import POLICY_ADAPTER
 from skyrl_train.models.adapter_spec import AdapterSpec
+from skyrl_train.models.lora import checkpoint_buffers
 from skyrl_train.weight_sync.broadcast_group import GLOO, NCCL
 from skyrl_train.weight_sync.broadcast_receiver import BroadcastReceiver
 from skyrl_train.weight_sync.checksum import LANES, checksum
@@ -66,11 +67,16 @@ class WeightLoader:
 
     def receive(self, update: WeightUpdate) -> str | None:
         """Check an update and open it; returns why it cannot be loaded, or None. It raises nothing, see :mod:`worker`."""
+        from vllm.config import set_current_vllm_config
+
         config = self._vllm_config.model_config
         self._received = None
         try:
             if self._tensors is None:  # takes seconds for a large model; the first update pays for it, before the pause
-                self._tensors = ModelTensors.of_model(str(config.model), bool(config.trust_remote_code))
+                with set_current_vllm_config(
+                    self._vllm_config
+                ):  # vLLM may serve transformers' own classes, and has changed them
+                    self._tensors = ModelTensors.of_model(str(config.model), bool(config.trust_remote_code))
             check_update(update, self._tensors, dtype=str(config.dtype).removeprefix("torch."))
             if update.transport in (GLOO, NCCL):  # begin() has begun it
                 weights = self._broadcast_receiver.result(update.version)
@@ -222,10 +228,10 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """The parameters of an architecture under transformers' names, which are the trainer's.
+    """The weights of an architecture under transformers' names, which are the trainer's.
 
     Attributes:
-        shapes: of every parameter, tied ones under all their names.
+        shapes: of every weight, tied ones under all their names.
         same_as: maps each name to the first name of its tensor; tied names share it.
     """
 
@@ -244,9 +250,10 @@ class ModelTensors:
 
     @classmethod
     def of_module(cls, module: torch.nn.Module) -> ModelTensors:
-        """Return the parameters of ``module``, on any device."""
+        """Return the parameters of ``module``, and the buffers of its checkpoints, on any device."""
         first: dict[int, str] = {}
-        named = list(module.named_parameters(remove_duplicate=False))
+        named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
+        named += [(name, buffer) for name, buffer in checkpoint_buffers(module) if buffer.is_floating_point()]
         # By identity: tied names share one parameter object.
         same_as = {name: first.setdefault(id(parameter), name) for name, parameter in named}
         return cls({name: tuple(parameter.shape) for name, parameter in named}, same_as)
