@@ -85,6 +85,31 @@ async def test_probes_during_an_update_change_nothing(phase: str) -> None:
     assert (client.policy_version, engine.paused) == (1, None)
 
 
+async def test_an_engine_that_is_busy_with_new_weights_does_not_count_as_silent() -> None:
+    a, b = Slow(), Slow()
+    client, clock = fleet_of(a, b)
+    await publish(client, 0)
+    a.fail["health"] = b.fail["health"] = EngineError("busy")
+    received = a.block("receive")
+    task = asyncio.create_task(client.receive_weights(scripted_update(1)))
+    for _ in range(5):
+        await after(client, clock, 10.0)
+    assert client.engines == [a, b]
+    received.set()
+    await task
+    await after(client, clock, 10.0)
+    assert set(client.engine_states.values()) == {EngineState.SUSPECT}, "afterwards it does"
+
+
+@in_virtual_time
+async def test_a_limit_that_an_engine_exceeds_is_named() -> None:
+    engine = Slow()
+    client, _ = fleet_of(engine, pause_timeout_s=60.0)
+    engine.block("receive")
+    with pytest.raises(WeightSyncError, match=r"did not receive within 60 s \(generator.pause_timeout_s\)"):
+        await publish(client, 0)
+
+
 async def test_an_update_cancelled_in_the_middle_is_not_half_visible() -> None:
     a, b = Slow(), Slow()
     client, clock = fleet_of(a, b)

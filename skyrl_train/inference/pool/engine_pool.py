@@ -41,7 +41,7 @@ class EnginePool:
         handover_timeout_s: how long an engine that is removed may take to return its requests.
 
     While ``frozen()`` is true (an update is under way, or generation is paused), probes change nothing: the engines that
-    take part in an update are fixed when it begins.
+    take part in an update are fixed when it begins. An engine that is ``receiving`` weights may be too busy for an answer.
 
     Attributes:
         fleet: the state of each engine.
@@ -65,6 +65,7 @@ class EnginePool:
         self._clock = clock
         self.changed = Signal()
         self.frozen: Callable[[], bool] = lambda: False
+        self.receiving: set[int] = set()
         self.policy_version = -1
         self.retiring: set[int] = set()
         self.engines: dict[int, InferenceEngineInterface] = {}
@@ -147,7 +148,8 @@ class EnginePool:
     def suspect(self, number: int, reason: str) -> None:
         """Record an unanswered probe. The engine gets no new requests until it answers, or dies after too many probes."""
         # A stale engine takes no part in an update.
-        if self.frozen() and self.fleet.records[number].state is not EngineState.STALE:
+        is_busy = self.frozen() or number in self.receiving
+        if is_busy and self.fleet.records[number].state is not EngineState.STALE:
             return
         # Too many unanswered probes count as a death. Before that, the engine keeps its requests and gets no new ones.
         if self.fleet.silent(number, reason):

@@ -244,7 +244,12 @@ class FleetUpdates:
         engines = [self._pool.engines[number].capabilities for number in self._pool.router.routed]
         receivers = sum(each.weight_receivers for each in engines if not update.is_mapped_on(each.machine))
         together = dataclasses.replace(update, receivers=receivers)
-        outcome = await self._on_each("receive", lambda engine: engine.receive_weights(together))
+        # A worker that maps or checks a large model answers no probe meanwhile. The time limit of the phase finds one that hangs.
+        self._pool.receiving.update(self._pool.router.routed)
+        try:
+            outcome = await self._on_each("receive", lambda engine: engine.receive_weights(together))
+        finally:
+            self._pool.receiving.clear()
         self._received.update(dict.fromkeys(outcome.succeeded, update))
         self._settle("receive", outcome)
 
@@ -402,6 +407,7 @@ class FleetUpdates:
             raise WeightSyncError(f"{phase} failed on every engine: {first}") from first
 
     async def _in_time(self, phase: str, number: int, call: Awaitable[None], limit_s: float | None = None) -> None:
+        setting = " (generator.pause_timeout_s)" if limit_s is None else ""
         limit_s = self._phase_timeout_s if limit_s is None else limit_s
         timeout = asyncio.timeout(limit_s)
         try:
@@ -410,7 +416,7 @@ class FleetUpdates:
         except TimeoutError:
             if not timeout.expired():  # an error of the engine's own
                 raise
-            raise EngineError(f"engine {number} did not {phase} within {limit_s:g} s") from None
+            raise EngineError(f"engine {number} did not {phase} within {limit_s:g} s{setting}") from None
 
     async def _on_each(self, phase: str, call: PhaseCall, targets: Sequence[int] | None = None) -> PhaseOutcome:
         """Run one phase on ``targets`` concurrently. None: on all routed engines.
@@ -441,7 +447,7 @@ class FleetUpdates:
                 (outcome.rejected if same_process else outcome.dead)[number] = error
             except TimeoutError:
                 outcome.unclear[number] = EngineError(
-                    f"engine {number} did not {phase} within {self._phase_timeout_s:g} s"
+                    f"engine {number} did not {phase} within {self._phase_timeout_s:g} s (generator.pause_timeout_s)"
                 )
             except asyncio.CancelledError:
                 outcome.unclear[number] = EngineError(f"engine {number} was cancelled during {phase}")
