@@ -15,6 +15,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.training.actor_critic import CRITIC_FOLDER, ActorCritic
 from skyrl_train.training.backend import CriticBackend, TrainingBackend
 from skyrl_train.training.local_backend import LocalBackend, LocalCritic, limit_memory
+from skyrl_train.training.objective import Objective
 from skyrl_train.training.process import TrainingProcess
 from skyrl_train.training.process_backend import ProcessBackend, ProcessCritic
 
@@ -46,7 +47,9 @@ def build_backend(
         trained = Path(model_path).with_name(CRITIC_FOLDER)  # of the run that this one starts from
         own = config.trainer.init_from is not None and trained.is_dir()
         path = str(trained) if own else config.trainer.critic.model.path or model_path
-        return ActorCritic(policy, build_critic(config, plan, path, policy, logs, started.critic, reservation))
+        whole = Objective(config.trainer.algorithm).needs_minibatch_statistics
+        critic = build_critic(config, plan, path, policy, logs, started.critic, reservation)
+        return ActorCritic(policy, critic, in_parts=config.trainer.update_epochs_per_batch == 1 and not whole)
     except BaseException:  # the policy's workers must not outlive a critic that could not be built
         policy.close()
         raise

@@ -37,11 +37,13 @@ class ActorCritic(TrainingBackend):
     Args:
         policy: closed together with this backend.
         critic: likewise.
+        in_parts: a step may be accumulated part by part: it has one pass, and a loss that needs no whole minibatch.
     """
 
-    def __init__(self, policy: TrainingBackend, critic: CriticBackend) -> None:
+    def __init__(self, policy: TrainingBackend, critic: CriticBackend, *, in_parts: bool = True) -> None:
         self._policy = policy
         self._critic = critic
+        self._in_parts = in_parts
         # One thread: values are computed between two steps of the critic, never within one.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="critic")
 
@@ -58,9 +60,13 @@ class ActorCritic(TrainingBackend):
     def update(self, minibatch: Minibatch) -> dict[str, float]:
         """See :meth:`Training.update`, also for the errors of either model.
 
+        Where a step may be in parts, no model moves before the passes of both have succeeded.
+
         Raises:
             HalfStepError: one of them rejected the minibatch after the other had trained on it.
         """
+        if self._in_parts:
+            return super().update(minibatch)
         return self._step_both(lambda: self._critic.update(minibatch), lambda: self._policy.update(minibatch))
 
     def accumulate(self, part: Minibatch) -> None:

@@ -37,7 +37,8 @@ def off_zero(folder: str, **changes: object) -> LocalCritic:
 
 
 def actor_critic(folder: str, **changes: object) -> ActorCritic:
-    return ActorCritic(backend(folder, **changes), critic(folder, **changes))
+    once = changes.get("update_epochs_per_batch", 1) == 1
+    return ActorCritic(backend(folder, **changes), critic(folder, **changes), in_parts=once)
 
 
 def with_values(batch: Minibatch, of: CriticBackend | None = None, seed: int = 0) -> Minibatch:
