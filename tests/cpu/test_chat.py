@@ -241,6 +241,17 @@ def test_a_known_family_is_rendered_by_its_own_renderer_and_keeps_its_reasoning(
     assert renderer.extend(prompt, response, MORE) == prompt + response + added
 
 
+def test_messages_that_run_together_without_a_template_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    renderer = ChatRenderer(make_tokenizer(None), "mine")
+    prompt = renderer.render(ASK)
+    assert not caplog.messages, "a prompt of one message needs no marks"
+    for content in ("7", "8"):
+        renderer.extend(prompt, renderer.encode("9"), [{"role": "user", "content": content}])
+    renderer.render([*ASK, *ASK])
+    (said,) = caplog.messages
+    assert "'mine' has no chat template" in said and "generator.chat_template=FILE" in said
+
+
 def test_messages_that_the_template_rejects_are_an_error() -> None:
     with pytest.raises(ConfigError, match="drops earlier answers"):
         ChatRenderer(make_tokenizer(FORGETFUL), "a/model").extend([5], [6], MORE)

@@ -102,6 +102,7 @@ class ChatRenderer:
         self._following = _cached(self._following_json)
         self._closing = _cached(self._closing_json)
         self._warned_of_tools = False
+        self._warned_of_marks = False
 
     @classmethod
     def configured(cls, config: GeneratorConfig, tokenizer: PreTrainedTokenizerBase, model_path: str) -> ChatRenderer:
@@ -165,6 +166,8 @@ class ChatRenderer:
                 "tokenizer has no chat template. End the conversation with another message."
             )
         else:
+            if len(messages) > 1:
+                self._warn_of_marks()
             ids = list(self._tokenizer(_contents(messages), add_special_tokens=True)["input_ids"])
             if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id:
                 ids.pop()  # some tokenizers append an end token, which would end the prompt before the answer
@@ -233,9 +236,19 @@ class ChatRenderer:
         """Return the tokens between an answer and the next one, and the result of :meth:`_closing_json`."""
         new, tools, arguments, continue_final = json.loads(key)
         if not self._template:
+            self._warn_of_marks()
             return self._encode_after_answer(_contents(new)), (), 0
         text = self._after_answer(new, tools, arguments, _end(continue_final))
         return self._encode_after_answer(text), *self._closing(_json([tools, arguments]))
+
+    def _warn_of_marks(self) -> None:
+        if not self._warned_of_marks:
+            self._warned_of_marks = True
+            logger.warning(
+                "The tokenizer of %r has no chat template: the messages of a conversation run together, without a mark between "
+                "them. generator.chat_template=FILE names one.",
+                self._name,
+            )
 
     def _closing_json(self, key: str) -> tuple[Sequence[int], int]:
         """Return the tokens that end the assistant's turn at the end of a conversation, and how many end it before other turns.
