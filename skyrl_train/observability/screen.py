@@ -133,6 +133,8 @@ class Progress:
 
     def waiting_line(self, in_flight: int, failures: Failures, oldest_s: float) -> str:
         """Return the line for a run in which no step finishes."""
+        if self.step >= self.total_steps:
+            return "all steps have trained; the last evaluation and checkpoint end"
         standing = "no step yet" if self.step == self._start_step else f"no step since step {self.step}"
         oldest = "" if math.isnan(oldest_s) else f", the oldest for {age(oldest_s)}"
         failed = f", failed {failures}" if failures else ""

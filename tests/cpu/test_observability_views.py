@@ -302,6 +302,16 @@ def test_a_run_without_a_step_says_every_few_seconds_that_it_lives_and_why_it_ha
     assert lines[3:] == ["no step since step 3: 1 group in flight"]
 
 
+def test_after_the_last_step_the_screen_waits_for_no_step() -> None:
+    clock = ManualClock()
+    console, raw = console_of(terminal=False)
+    view = make_view(console, REPORT.step, "quickstart", clock=clock)
+    view.update(REPORT)
+    clock.now += PLAIN_INTERVAL_S
+    view.waiting(0, Failures())
+    assert raw.getvalue().decode().splitlines()[-1] == "all steps have trained; the last evaluation and checkpoint end"
+
+
 def test_the_panel_is_redrawn_every_second_without_a_step_and_says_why_there_is_none() -> None:
     clock = ManualClock()
     console, raw = console_of(terminal=True)
