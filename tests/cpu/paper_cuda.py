@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -30,6 +31,10 @@ CUDA = torch.device("cuda", 0)
 
 class MixedDevicesError(RuntimeError):
     """An operation got tensors of the GPU and of the CPU."""
+
+
+class MatrixOfScoresError(RuntimeError):
+    """Attention would keep the scores of all pairs of tokens on the GPU."""
 
 
 @dataclass
@@ -41,15 +46,17 @@ class Record:
         waits: of the host until the GPU has done all that was queued, by what was called and by which of our functions.
         uploads: copies to the GPU that it makes by itself, likewise.
         locked: bytes of main memory that became readable for the GPU, which takes the host a while, by thread.
+        emptied: how often each of our functions gave the GPU's free memory back to other processes.
     """
 
     launches: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
     locked: Counter[str] = field(default_factory=Counter)
+    emptied: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
-        for counter in (self.launches, self.waits, self.uploads, self.locked):
+        for counter in (self.launches, self.waits, self.uploads, self.locked, self.emptied):
             counter.clear()
 
 
@@ -294,6 +301,17 @@ def _synchronize(*_: Any) -> None:
     _wait("cuda.synchronize")
 
 
+def _empty_cache() -> None:
+    RECORD.emptied[caller()] += 1
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
+    """Refuse what only the kernel that keeps a matrix of scores for each head would compute on a GPU."""
+    if query.is_cuda and key.shape[1] < query.shape[1]:
+        raise MatrixOfScoresError(f"{query.shape[1]} heads share those of {key.shape[1]} keys, at {caller()}")
+    return scaled_dot_product_attention(query, key, value, **how)
+
+
 class _CudaRuntime:
     """Registers memory, as ``torch.cuda.cudart()``."""
 
@@ -324,7 +342,7 @@ TORCH_CUDA: Mapping[str, Any] = {
     "Event": _Event,
     "stream": lambda *_: contextlib.nullcontext(),
     "cudart": _CudaRuntime,
-    "empty_cache": _NOTHING,
+    "empty_cache": _empty_cache,
     "manual_seed": _NOTHING,
     "manual_seed_all": _NOTHING,
     "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
@@ -349,5 +367,6 @@ def paper_cuda() -> Iterator[Record]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         # The head's kernels need a real GPU.
         stack.enter_context(mock.patch("skyrl_train.training.head.find_spec", return_value=None))
+        stack.enter_context(mock.patch("skyrl_train.training.attention.scaled_dot_product_attention", _attend))
         stack.enter_context(Paper())
         yield RECORD

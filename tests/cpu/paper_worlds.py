@@ -35,11 +35,13 @@ from skyrl_train.workers.messages import Result
 
 
 def figures() -> dict[str, Any]:
-    """Return what was counted since the last call: kernel launches, waits of the host for the GPU, copies to the GPU."""
+    """Return what was counted since the last call: kernel launches, waits of the host for the GPU, copies to the GPU, and
+    who gave free memory back."""
     counted = {
         "launches": sum(RECORD.launches.values()),
         "waits": dict(RECORD.waits),
         "uploads": sum(RECORD.uploads.values()),
+        "emptied": dict(RECORD.emptied),
     }
     RECORD.clear()
     return counted
@@ -239,6 +241,8 @@ def rank(
         shared = trainer.fsdp.sequence_parallel_size  # so many neighbours have the same sequences
         return PackedSequences.of(minibatch(step - 1, step).sequences[number // shared :: num_ranks // shared])
 
+    precision = torch.get_float32_matmul_precision()
+    torch.backends.cuda.enable_cudnn_sdp(True)  # as in a new process
     with paper_cuda(), mock.patch.object(dist, "init_process_group", init_with_gloo):
         _worker.join(number, num_ranks, meeting, trainer, "trainer.fsdp")
         _worker.hold(Role.policy, ModelSettings(folder, trainer, 10, 1.0, 0))
@@ -247,6 +251,8 @@ def rank(
         counted = {"scoring": figures()}
         metrics = _worker.update(Role.policy, mine(1), batch)
         counted["update"] = figures()
+        chosen = torch.backends.cuda.cudnn_sdp_enabled(), torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
         transport = SharedMemoryTransport(trainer.policy.dtype)
         for version in range(3):
             RECORD.clear()
@@ -258,7 +264,9 @@ def rank(
         _worker.load(Role.policy, Path(parent))
         again = _worker.update(Role.policy, mine(2), minibatch(1, 2))
         before = [row.tolist() for row in _worker.score(Role.policy, mine(1))]
+        RECORD.clear()
         _worker.offload_states()
+        counted["offload"] = figures()
         _worker.reload_states()
         turned = [row.tolist() for row in _worker.score(Role.policy, mine(1))] == before
         _worker.leave()
@@ -269,4 +277,5 @@ def rank(
             "staged": None if update is None else update.num_bytes,
             "again": after == again,
             "turned": turned,
+            "cuDNN, float32": chosen,
         }

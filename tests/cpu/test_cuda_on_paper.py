@@ -11,6 +11,7 @@ from pathlib import Path
 import paper_worlds
 import pytest
 from paper_process import PaperProcess, obstacle, paper_processes
+from training_worlds import variant
 
 _OBSTACLE = obstacle()
 pytestmark = pytest.mark.skipif(_OBSTACLE is not None, reason=_OBSTACLE or "")
@@ -89,6 +90,13 @@ def test_packed_rows_go_to_flash_attention_as_they_are(paper: PaperProcess, fold
     assert on_gpu["update"]["waits"] == {STATISTICS: 1, GRADIENT_NORM: 1}
 
 
+def test_packed_rows_in_float32_get_a_copy_of_the_keys_for_each_head(paper: PaperProcess, tmp_path: Path) -> None:
+    """On a GPU only the kernel that keeps the scores of all pairs of tokens shares keys among heads in float32."""
+    grouped = variant(tmp_path, "grouped", num_heads=4, num_key_value_heads=2)
+    on_cpu, on_gpu = (paper.run(paper_worlds.train, grouped, device, {}) for device in ("cpu", "cuda"))
+    assert on_gpu["scores"] == pytest.approx(on_cpu["scores"], abs=FLOAT32)
+
+
 def test_a_critic_trains_on_the_gpu(paper: PaperProcess, folder: str) -> None:
     on_cpu, on_gpu = (paper.run(paper_worlds.train, folder, device, {}, True) for device in ("cpu", "cuda"))
     assert on_gpu["devices"] == ["cuda"]
@@ -120,6 +128,7 @@ def test_weights_leave_the_gpu_without_a_wait_for_each(
         "snapshot": {"stream.synchronize @ training/state.py:_copy": 1},  # in a thread
         "turn": {"cuda.synchronize @ training/local_backend.py:offload_states": 1},
     }
+    assert result["counted"]["turn"]["emptied"] == {"training/local_backend.py:offload_states": 1}, "for the engines"
 
 
 def test_the_embedded_engine_samples_on_the_gpu(paper: PaperProcess) -> None:
@@ -142,7 +151,8 @@ def test_a_tensor_on_the_wrong_device_is_noticed(paper: PaperProcess, folder: st
     [
         pytest.param({}, id="float32", marks=pytest.mark.slow),
         pytest.param(
-            {"policy__dtype": "bfloat16", "policy__gradient_checkpointing": True}, id="bfloat16, checkpointing"
+            {"policy__dtype": "bfloat16", "policy__gradient_checkpointing": True, "tf32": True},
+            id="bfloat16, checkpointing, TF32",
         ),
         pytest.param({"fsdp__sequence_parallel_size": 2}, id="slices of a sequence", marks=pytest.mark.slow),
         pytest.param({"fsdp__shard_size": 1}, id="copies", marks=pytest.mark.slow),
@@ -166,6 +176,9 @@ def test_two_ranks_share_a_policy_on_their_gpus(
         )
         assert rank["again"], "a checkpoint continues bit for bit"
         assert rank["turned"], "shards come back from main memory as they were"
+        emptied = rank["counted"]["offload"]["emptied"]
+        assert emptied == {"training/distributed/worker.py:offload_states": 1}, "for the engines"
+        assert rank["cuDNN, float32"] == (False, "high" if changes.get("tf32") else "highest")
         waits = {name: number for name, number in rank["counted"]["update"]["waits"].items() if name != OF_OFFLOAD}
         assert waits == {STATISTICS: 1, GRADIENT_NORM: 1}
         assert rank["counted"]["update"]["launches"] <= 1200

@@ -33,9 +33,10 @@ from training_worlds import (
     learned,
     minibatch,
     same,
+    variant,
     weights,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from skyrl_train.config.schema import ClipCovConfig, KlCovConfig, TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, GeneratorOutputError, ModelError, TrainingWorkerError
@@ -692,18 +693,6 @@ def test_staged_files_are_removed_when_the_workers_end(folder: str, ray_nodes: R
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(TrainingWorkerError, match="were closed"):
         started.snapshot()
-
-
-def variant(parent: Path, name: str, num_heads: int, **shape_changes: object) -> str:
-    """The folder of a small model of another shape."""
-    path = parent / name
-    build_model_folder(dataclasses.replace(SMALL, num_heads=num_heads), path, seed=0)
-    shape = AutoConfig.from_pretrained(path)
-    for key, changed in shape_changes.items():
-        setattr(shape, key, changed)
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
-    return str(path)
 
 
 def a_rank(folder: str, **changes: object) -> TrainingWorker:

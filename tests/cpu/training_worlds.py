@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyrl_train.config.schema import BuildModelConfig, TrainerConfig
 from skyrl_train.models.tiny import build_model_folder
@@ -38,6 +40,18 @@ def build_small_model(parent: Path) -> str:
     """Writes the policy's folder and returns it."""
     build_model_folder(SMALL, parent / "small", seed=0)
     return str(parent / "small")
+
+
+def variant(parent: Path, name: str, num_heads: int, **shape_changes: object) -> str:
+    """The folder of a small model of another shape."""
+    path = parent / name
+    build_model_folder(dataclasses.replace(SMALL, num_heads=num_heads), path, seed=0)
+    shape = AutoConfig.from_pretrained(path)
+    for key, changed in shape_changes.items():
+        setattr(shape, key, changed)
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
