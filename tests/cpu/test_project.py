@@ -291,6 +291,33 @@ def test_the_gpu_tests_fail_in_ci_where_they_would_be_skipped(tmp_path: Path, fo
     assert "torch.cuda.is_available() is False" in printed
 
 
+def test_ci_takes_a_cpu_build_of_torch_from_where_a_variable_of_the_repository_says() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "cpu.yml").read_text())["jobs"].values()
+    (variable,) = re.findall(r"^\$\{\{ vars\.(\w+) \}\}$", job["env"]["PIP_FIND_LINKS"])
+    assert f"the repository variable `{variable}`" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("required", "expected", "said"),
+    [
+        ("1", pytest.ExitCode.TESTS_FAILED, "is set: CUDA on paper needs"),
+        pytest.param("", pytest.ExitCode.OK, "1 skipped", marks=pytest.mark.slow),
+    ],
+)
+def test_cuda_on_paper_fails_in_ci_where_it_would_be_skipped(
+    tmp_path: Path, forks: Forks, required: str, expected: pytest.ExitCode, said: str
+) -> None:
+    """Without a compiler: nothing is on this PATH."""
+    (variable,) = re.findall(r"export (SKYRL_TEST_NEEDS_\w+)=1", (ROOT / ".ci" / "run").read_text())
+    paper = ["tests/cpu/test_cuda_on_paper.py", "-n", "0", "-q", "-p", "no:cacheprovider", "-k", "a_reference_scores"]
+    environment = {**os.environ, "PATH": str(tmp_path), variable: required}
+    with (tmp_path / "output").open("w+") as output:
+        command = [sys.executable, "-m", "pytest", *paper]
+        code = forks.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output).wait()
+    printed = (tmp_path / "output").read_text()
+    assert code == expected and said in printed, printed
+
+
 @pytest.mark.slow  # starts pytest three times
 @pytest.mark.parametrize(
     ("body", "passing"),
