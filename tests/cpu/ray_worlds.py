@@ -5,6 +5,8 @@ It ends after the last of these tests, because its services keep a tenth of a co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from forks import Forks, asking_python
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 HERE_CPUS, FAR_CPUS = 4, 3
 GPUS = 8  # that each node says it has: Ray only counts them
 FAR = "far"  # a resource that only the other node has
+MORE = "more"  # one that only further nodes have
 STORE_BYTES = 80 << 20
 
 
@@ -52,6 +55,25 @@ class RayNodes:
             self._far = self._cluster.add_node(
                 num_cpus=FAR_CPUS, num_gpus=GPUS, object_store_memory=STORE_BYTES, resources={FAR: 1}
             )
+
+    @contextmanager
+    def with_more(self, number: int) -> Iterator[None]:
+        """So many more nodes, with the GPUs of the others."""
+        import ray
+
+        added = [
+            self._cluster.add_node(
+                num_cpus=FAR_CPUS, num_gpus=GPUS, object_store_memory=STORE_BYTES, resources={MORE: 1}
+            )
+            for _ in range(number)
+        ]
+        try:
+            yield
+        finally:
+            for node in added:
+                self._cluster.remove_node(node, allow_graceful=False)
+            while MORE in ray.cluster_resources():
+                pass  # as in lose_far
 
     def lose_far(self) -> None:
         """The other node's processes are killed. Returns when the head knows it."""

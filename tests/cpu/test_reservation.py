@@ -93,6 +93,27 @@ def test_each_recipe_has_the_nodes_of_its_plan(recipe: str, layout: str, reserve
         assert where(reserved[-1], role) == [ids[actor.node] for actor in planned if actor.role == role]
 
 
+@pytest.mark.parametrize(("recipe", "machines"), [("eight_gpus", 1), ("four_nodes", 4)])
+def test_a_recipe_for_several_gpus_has_the_nodes_of_its_plan(
+    recipe: str, machines: int, nodes: RayNodes, reserved: list[Reservation]
+) -> None:
+    few_cpus = ["trainer.fsdp.ray_num_cpus=0.1", f"{ENGINE}.ray_num_cpus=0.1"]
+    needs = _reserved_actors(compose(str(RECIPES / "gsm8k" / f"{recipe}.yaml"), few_cpus))
+    assert needs is not None
+    planned = place_actors(needs, [NodeResources(GPUS)] * machines)
+    assert planned is not None
+    with nodes.with_more(max(0, machines - len(node_ids()))):
+        reservation = Reservation(needs, TIME_S, "less")
+        real = {role: where(reservation, role) for role in (POLICY_RANKS, ENGINES)}
+        here = node_ids()[0]
+        reservation.release()
+    in_plan = {role: [actor.node for actor in planned if actor.role == role] for role in real}
+    # Only the node of this process has a number that is known before.
+    pairs = {pair for role in real for pair in zip(in_plan[role], real[role], strict=True)}
+    assert (0, here) in pairs
+    assert len(pairs) == len({number for number, _ in pairs}) == len({node for _, node in pairs}) == machines
+
+
 def test_what_computes_in_processes_of_this_machine_reserves_nothing() -> None:
     for recipe in ("gsm8k", "critic_ppo"):
         assert _reserved_actors(compose(str(RECIPES / recipe / f"{recipe}.yaml"), [])) is None
