@@ -158,7 +158,14 @@ class Episode:
             return 0.0
 
         def end_early() -> float:
-            reward = float(self._environment.end_early())
+            method = self._environment.end_early
+            answer = method()
+            if not _is_number(answer):
+                raise GeneratorOutputError(
+                    f"end_early() of environment {self._factory.name!r}{_place(method)} returned {answer!r:.200}. It must return "
+                    "a number: the reward to add for an episode that ends before it is done."
+                )
+            reward = float(answer)
             if not math.isfinite(reward):
                 raise ValueError(f"end_early() returned the reward {reward}; it must be finite")
             return reward
@@ -171,7 +178,14 @@ class Episode:
         numbers: dict[str, Any] = {}
 
         def get_metrics() -> None:
-            numbers.update(self._environment.get_metrics())
+            method = self._environment.get_metrics
+            answer = method()
+            if not isinstance(answer, Mapping):
+                raise GeneratorOutputError(
+                    f"get_metrics() of environment {self._factory.name!r}{_place(method)} returned {answer!r:.200}. It must "
+                    "return a dict of numbers, such as {}."
+                )
+            numbers.update(answer)
             for name, value in numbers.items():
                 if getattr(value, "ndim", None) == 0:  # a number of numpy or torch
                     value = numbers[name] = value.item()
@@ -278,11 +292,9 @@ def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentS
     is_mapping = isinstance(step, Mapping)
     reward = step.get("reward") if is_mapping else None
     observations = step.get("observations") or () if is_mapping else None
-    # Numbers of other libraries are fine. A text is not, although float() would read it.
-    number = hasattr(reward, "__float__") and not isinstance(reward, str)
     if (
         not is_mapping
-        or not number
+        or not _is_number(reward)
         or "done" not in step
         or not isinstance(observations, list | tuple)
         or not (step["done"] or all(map(_is_message, observations)))
@@ -303,6 +315,11 @@ def _checked(step: Any, method: Callable[[str], Any], name: str) -> EnvironmentS
         "metadata": dict(step.get("metadata") or {}),
         "postprocessed_action": step.get("postprocessed_action"),
     }
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether ``value`` is a number, also of another library. A text is none, although float() would read it."""
+    return hasattr(value, "__float__") and not isinstance(value, str)
 
 
 def _is_message(value: Any) -> bool:

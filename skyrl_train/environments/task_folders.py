@@ -593,7 +593,8 @@ class TaskFolder(Environment):
         self._task = read_task(Path(extras["task"]))
         self._make, self._system_prompt = CONTAINERS[container], system_prompt
         self._command_s, self._max_chars = command_s, max_output_chars
-        self._turns_left = int(extras.get("max_turns") or 1)
+        # None if a function makes the environment: then the generator ends the episode, and end_early() runs the tests.
+        self._turns_left = float(extras.get("max_turns") or math.inf)
         self._seconds_left = self._task.agent_s
         self._container: Container | None = None
         self._stop_reason = "stop"

@@ -229,6 +229,20 @@ async def test_a_step_that_breaks_the_contract_stops_the_run(step: Any) -> None:
             await running.step("a", "stop")
 
 
+@pytest.mark.parametrize("method", ["end_early", "get_metrics"])
+async def test_a_method_that_forgets_to_return_stops_the_run(method: str) -> None:
+    running, _ = episode(type("Forgetful", (QuickRecorder,), {method: lambda self: None}))
+
+    async def run() -> None:
+        async with running:
+            await running.step("a", "stop")
+            await running.end_early()
+            await running.end()
+
+    with pytest.raises(GeneratorOutputError, match=rf"{method}\(\) of environment 'recorder' \(.*\) returned None"):
+        await run()
+
+
 async def test_a_reward_that_is_not_finite_is_a_failed_rollout() -> None:
     running, _ = episode(QuickRecorder, on_step=lambda: {"reward": float("nan"), "done": True})
     with pytest.raises(RolloutError, match="failed on prompt 'prompt-7'"):

@@ -295,6 +295,10 @@ def test_an_episode_ends_without_a_command_at_the_last_turn_and_when_cut_off(tmp
     assert episode.step("Done.") == {"observations": [], "reward": 0.1, "done": True}
     assert episode.get_metrics() == {"reward": 0.1, "commands": 2.0, "no_reward": 0.0}
     episode.close()
+    of_a_function = TaskFolder({"task": str(folder)})
+    of_a_function.init([])
+    assert not of_a_function.step("```bash\necho 5 > n\n```")["done"], "the generator counts the turns"
+    assert of_a_function.end_early() == 0.5
     last = environment(folder, max_turns=1)
     assert last.step("```bash\necho 5 > n\n```")["reward"] == 0.5
     cut = environment(folder)
