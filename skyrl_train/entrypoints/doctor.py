@@ -189,14 +189,24 @@ def chat_template(config: RunConfig) -> Iterator[Finding]:
     if path is None:
         return
     from skyrl_train.models.folder import load_tokenizer
+    from skyrl_train.rollout.data.dataset import check_template
+    from skyrl_train.rollout.data.loader import open_prompts
 
     try:
-        template = load_tokenizer(path, config.generator.chat_template).chat_template
+        tokenizer = load_tokenizer(path, config.generator.chat_template)
     except SkyRLError as error:
         yield "tokenizer", type(error).__name__, str(error)
         return
-    if template:
+    # A text that is answered once has nothing to mark.
+    texts = config.generator.name == "gym" and config.generator.max_turns == 1
+    try:
+        check_template(open_prompts(config), tokenizer)
+    except SkyRLError:
+        texts = False
+    if tokenizer.chat_template:
         yield "chat template", f"{path} has one", ""
+    elif texts:
+        yield "chat template", f"{path} has none, and the prompts are texts", ""
     else:
         yield (
             "chat template",

@@ -219,6 +219,10 @@ def test_doctor_finds_a_broken_recipe_and_a_missing_chat_template(
     tokenizer.chat_template = None
     (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(tmp_path / "model")
+    main(["doctor", "quickstart", path])
+    assert "OK    chat template" in capsys.readouterr().out, "texts that are answered once need none"
+    main(["doctor", "quickstart", path, "generator.max_turns=2"])
+    assert "MEND  chat template" in capsys.readouterr().out
     (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ndata: {train_data: [nowhere.jsonl]}\n")
     assert main(["doctor", "mine", path, "--config-dir", str(tmp_path)]) == 1
     told = capsys.readouterr().out
