@@ -367,6 +367,7 @@ def _rollouts(config: RunConfig) -> Warnings:
         "before_train=true": evaluation.before_train,
         f"num_engines={evaluation.num_engines}": evaluation.num_engines > 0,
         f"best_metric={evaluation.best_metric}": evaluation.best_metric is not None,
+        f"eval_data={evaluation.eval_data}": bool(evaluation.eval_data),
     }
     asked = next((setting for setting, given in settings.items() if given), None)
     if evaluation.interval == 0 and asked is not None:

@@ -73,6 +73,15 @@ async def test_an_asynchronous_run_with_a_setting_without_effect_trains_every_pr
     assert sorted(h.trained) == list(range(32))
 
 
+def test_prompts_of_an_evaluation_that_never_comes_are_named() -> None:
+    held_out = "trainer.eval.eval_data=[held_out.jsonl]"
+    (warning,) = resolve(compose("quickstart", [held_out]), 100).warnings
+    assert warning.startswith(
+        "trainer.eval.eval_data=['held_out.jsonl'] without trainer.eval.interval: nothing is ever"
+    )
+    assert not resolve(compose("quickstart", [held_out, "trainer.eval.interval=5"]), 100).warnings
+
+
 def test_settings_of_other_engines_are_named() -> None:
     settings = "generator.inference_engine={backend: vllm, device: cuda, batch_invariant: true}"
     plan = resolve(compose("quickstart", [settings]), 100)
