@@ -144,7 +144,8 @@ def node_memory(config: RunConfig, needs: ClusterNeeds, memory: MemoryEstimate |
     """Return the bytes of main memory of each node, shared memory included: an estimate from above.
 
     Rank 0 holds the whole model in float32 while it loads. Snapshots, and the weights on their way to the engines, are in main
-    memory; so is all training on the CPU.
+    memory; so is all training on the CPU. A state that leaves its GPU in turns is pinned: each tensor takes the next power of
+    two, less than twice its bytes.
     """
     processes = 1 + needs.engine_processes + math.ceil(sum(each.number for each in needs.actors) / nodes)
     other = _SPARE_BYTES + processes * _PROCESS_BYTES
@@ -158,8 +159,10 @@ def node_memory(config: RunConfig, needs: ClusterNeeds, memory: MemoryEstimate |
         copies = math.ceil(ranks / derive.fsdp_shard_size(trainer))
     models = 4 * memory.num_parameters + memory.critic_snapshot_bytes + memory.staging_bytes
     models += copies * memory.snapshot_bytes
-    if trainer.device == "cpu" or trainer.fsdp.cpu_offload or trainer.placement.colocate_all:
+    if trainer.device == "cpu" or trainer.fsdp.cpu_offload:
         models += copies * (memory.policy_bytes + memory.gradient_bytes + memory.optimizer_bytes) + memory.critic_bytes
+    elif trainer.placement.colocate_all:
+        models += 2 * copies * (memory.policy_bytes + memory.optimizer_bytes)
     if trainer.device == "cpu":
         models += ranks * memory.pass_bytes + memory.critic_activation_bytes
     if derive.reference_device(config) == "cpu" or derive.reference_offload(config):

@@ -38,6 +38,7 @@ _QUANTIZED_BYTES = {
 _STATE = "weights, gradients and moments"
 _STATE_AND_SNAPSHOTS = "weights, gradients, moments and snapshots"
 _SNAPSHOTS = "snapshots for checkpoints"
+_OFFLOADED = "the training state in the engines' turn, and snapshots"
 
 
 # ---- the estimate
@@ -397,6 +398,7 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
             kind = f"{_STATE}{' and engines' * bool(engines)}" if trained else "weights"
         else:
             kind = _STATE_AND_SNAPSHOTS if trained else "weights and snapshots" if models else _SNAPSHOTS
+            kind = _OFFLOADED if trainer.placement.colocate_all and not models else kind
         # The policy stands for the training in the message; without it, name the models.
         if "policy" in models:
             where = f"Training on {trainer.device}"
@@ -416,7 +418,8 @@ def _local_devices(config: RunConfig, memory: MemoryEstimate, machine: Machine) 
             MemoryRequirement(
                 where,
                 kind,
-                sum(state for _, _, state, _ in here) + (engines if on_gpu else _snapshot_bytes(trainer, memory)),
+                sum(state for _, _, state, _ in here)
+                + (engines if on_gpu else _snapshot_bytes(trainer, memory) + _offloaded_bytes(trainer, memory)),
                 sum(activations for _, _, _, activations in here),
                 min(machine.gpu_bytes) if on_gpu else machine.main_memory_bytes,
                 f"{remedy}.",
@@ -492,10 +495,11 @@ def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -
     state = memory.rank_bytes if fsdp.cpu_offload else memory.rank_elsewhere_bytes
     reference = local_reference_bytes(config, memory) if derive.reference_device(config) == "cpu" else 0
     workers = f", or set {_REFERENCE}.executor=workers{_fewer_copies(config)}" if reference else ""
+    snapshots = _OFFLOADED if trainer.placement.colocate_all else _SNAPSHOTS
     main_memory = MemoryRequirement(
         f"The main memory, with {here} ranks{' and cpu_offload=true' if state else ''}",
-        _STATE_AND_SNAPSHOTS if state else "weights and snapshots" if reference else _SNAPSHOTS,
-        here * (state + _snapshot_bytes(trainer, memory)) + reference,
+        _STATE_AND_SNAPSHOTS if state else "weights and snapshots" if reference else snapshots,
+        here * (state + _snapshot_bytes(trainer, memory) + _offloaded_bytes(trainer, memory)) + reference,
         0,
         machine.main_memory_bytes,
         f"Use more nodes{workers}.",
@@ -509,6 +513,14 @@ def _policy_ranks(config: RunConfig, memory: MemoryEstimate, machine: Machine) -
     elif staging:
         remedy = "Set another generator.weight_transport, such as gloo."
     return [main_memory, replace(rank, state_bytes=memory.rank_elsewhere_bytes + staging, remedy=remedy)]
+
+
+def _offloaded_bytes(trainer: TrainerConfig, memory: MemoryEstimate) -> int:
+    """Return what each rank's state takes of the main memory while engines have its GPU, without what pinning adds."""
+    stays = trainer.strategy is TrainingStrategy.fsdp2 and trainer.fsdp.cpu_offload
+    if not trainer.placement.colocate_all or trainer.device == "cpu" or stays:
+        return 0
+    return -(-(memory.policy_bytes + memory.optimizer_bytes) // memory.num_ranks)
 
 
 def _snapshot_bytes(trainer: TrainerConfig, memory: MemoryEstimate) -> int:

@@ -86,6 +86,9 @@ def test_memory_counts_what_is_in_main_memory() -> None:
     assert estimate(large) - estimate(small) > (4 + 12 + 8 + 16 + 4) * parameters * 0.99
     gained = estimate(large, *on_gpu) - estimate(small, *on_gpu)
     assert (4 + 12) * parameters * 0.99 < gained < (4 + 12 + 2 * 4 + 1) * parameters
+    # The state that leaves a GPU in turns, each tensor in pinned memory of less than twice its bytes: weights and moments.
+    in_turns = [*on_gpu, "trainer.mode=sync", "trainer.placement.colocate_all=true"]
+    assert estimate(large, *in_turns) - estimate(large, *on_gpu) >= 2 * (4 + 8) * parameters
     assert node_memory(compose("quickstart"), ClusterNeeds(0, 1, ()), None, 1) == (64 + 8 + 2 * 2) * 2**30
 
 

@@ -162,6 +162,34 @@ def test_snapshots_lie_in_the_main_memory_of_the_ranks_wherever_they_train(
     assert whose in impossible
 
 
+TURNS = ["trainer.mode=sync", "trainer.placement.colocate_all=true"]
+RANKS_IN_TURNS = [
+    *RANKS,
+    *TURNS,
+    "generator.inference_engine={backend: vllm, device: cuda, executor: ray, num_engines: 4}",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "share", "whose"),
+    [
+        ([*CUDA, *TURNS, "generator.inference_engine.device=cuda"], 1, 1.0, "The main memory: the training state in"),
+        (RANKS_IN_TURNS, 4, 1.0, "The main memory, with 4 ranks: the training state in the engines' turn"),
+        (RANKS_IN_TURNS, 2, 0.5, "with 2 ranks"),
+    ],
+)
+def test_the_main_memory_holds_the_state_while_engines_have_the_gpu(
+    overrides: list[str], gpus: int, share: float, whose: str
+) -> None:
+    plan = planned(*overrides)
+    memory = plan.memory
+    assert memory is not None
+    needed = int((memory.snapshot_bytes + memory.policy_bytes + memory.optimizer_bytes) * share)
+    assert fit(plan, Machine(needed, (99 * GIB,) * gpus)).insufficient == []
+    (impossible,) = fit(plan, Machine(needed - 1, (99 * GIB,) * gpus)).insufficient
+    assert whose in impossible
+
+
 def test_a_copy_is_split_over_the_ranks_of_its_shards() -> None:
     whole = planned().memory
     halves = planned("trainer.strategy=fsdp2", "trainer.fsdp.num_workers=4", "trainer.fsdp.shard_size=2").memory
