@@ -146,7 +146,8 @@ class Run:
                 raise ConfigError(f"{self.path} has no checkpoint yet whose evaluation has {metric}.")
         if which not in steps:
             raise ConfigError(
-                f"{self.path} has no checkpoint of step {which} here. Steps: {', '.join(map(str, steps)) or 'none'}."
+                f"{self.path} has no checkpoint of step {which} here. Steps: {', '.join(map(str, steps)) or 'none'}. "
+                f"A run keeps the newest ones, trainer.max_ckpts_to_keep={trainer.max_ckpts_to_keep} here."
             )
         if damage := find_damage(store.folder(which)):
             raise CheckpointError(f"{store.folder(which)} is damaged: {damage}. Name another step.")

@@ -461,7 +461,7 @@ def test_a_run_resumes_from_an_earlier_checkpoint_once(tmp_path: Path, capfd: py
     assert list(read_jsonl(folder / "metrics.jsonl")) == rows
 
     code, text = run(tmp_path, capfd, *saved, "trainer.resume_step=7")
-    assert code == 2 and "has no checkpoint of step 7 here. Steps: 1, 2, 3." in text
+    assert code == 2 and "has no checkpoint of step 7 here. Steps: 1, 2, 3. A run keeps the newest ones, " in text
     code, text = run(tmp_path / "none", capfd, *saved, "trainer.resume_step=1")
     assert code == 2 and "has no run to resume" in text and not (tmp_path / "none").exists()
 
