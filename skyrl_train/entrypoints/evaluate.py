@@ -16,7 +16,7 @@ from skyrl_train.config.compose import with_overrides
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig
 from skyrl_train.config.validate import raise_errors, validate
-from skyrl_train.entrypoints.generation import started_generation, without_trainer
+from skyrl_train.entrypoints.generation import engine_logs, started_generation, without_trainer
 from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.errors import ConfigError, NoSuchRunError
@@ -63,7 +63,8 @@ def evaluate(
         inputs = load_inputs(for_evaluation(config, policy))
         check_implementations(inputs.config)
         print_warnings(inputs, console, strict=False)
-        result = asyncio.run(_evaluate(inputs, policy))
+        with engine_logs(Path(folder), console) as logs:
+            result = asyncio.run(_evaluate(inputs, policy, logs))
     console.print(result.headline.partition(": ")[2], markup=False, highlight=False, soft_wrap=True)
     for name, value in result.metrics.items():
         console.print(f"{name} {value:g}", markup=False, highlight=False)
@@ -90,12 +91,12 @@ def for_evaluation(config: RunConfig, policy: str) -> RunConfig:
     return replace(config, trainer=replace(config.trainer, eval=settings))
 
 
-async def _evaluate(inputs: RunInputs, model_path: str) -> EvaluationResult:
+async def _evaluate(inputs: RunInputs, model_path: str, logs: Path) -> EvaluationResult:
     from skyrl_train.evaluation.engines import SharedEngines
     from skyrl_train.evaluation.rollouts import PromptRunner
     from skyrl_train.runtime.concurrency import gather_or_cancel
 
-    async with started_generation(inputs.config, inputs.plan, model_path) as generation:
+    async with started_generation(inputs.config, inputs.plan, model_path, logs) as generation:
         check_template(inputs.evaluation_prompts, generation.tokenizer)
         began = time.perf_counter()
         engines = SharedEngines(generation.generator, generation.client)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from skyrl_train.config import derive
 from skyrl_train.config.plan import Plan
 from skyrl_train.config.schema import LoraConfig, RunConfig
+from skyrl_train.errors import EngineError
 from skyrl_train.events.log import NO_EVENTS, EventLog
 from skyrl_train.runtime.concurrency import close_all
 from skyrl_train.runtime.process import DaemonThreadPool
@@ -50,14 +54,32 @@ def without_trainer(config: RunConfig) -> RunConfig:
     )
 
 
+@contextmanager
+def engine_logs(folder: Path, console: Console) -> Iterator[Path]:
+    """Make a folder in the temporary ``folder`` for the output of the engines' processes, and print it if an engine fails.
+
+    vLLM writes dozens of lines even where nothing is wrong.
+    """
+    logs = folder / "logs"
+    logs.mkdir()
+    try:
+        yield logs
+    except EngineError as error:
+        for log in sorted(logs.glob("*.log")):
+            console.print(log.read_text(errors="replace"), markup=False, highlight=False, soft_wrap=True)
+            error.args = (str(error).replace(f"in {log}", "above"), *error.args[1:])  # the file is about to go
+        raise
+
+
 @asynccontextmanager
 async def started_generation(
-    config: RunConfig, plan: Plan, model_path: str, events: EventLog = NO_EVENTS
+    config: RunConfig, plan: Plan, model_path: str, logs: Path, events: EventLog = NO_EVENTS
 ) -> AsyncIterator[StartedGenerator]:
     """Start engines with the weights of ``model_path`` as policy version 0; stop everything on leaving.
 
     Args:
         config: from :func:`without_trainer`.
+        logs: see :func:`engine_logs`.
         events: takes what happens to requests, environments and agents.
 
     Raises:
@@ -79,7 +101,7 @@ async def started_generation(
     check_engine_devices(engine, engine.num_engines)
     tokenizer = load_tokenizer(model_path, config.generator.chat_template)
     numbers = range(engine.num_engines)
-    client = build_client(config, plan, tokenizer, model_path, numbers, events=events)
+    client = build_client(config, plan, tokenizer, model_path, numbers, logs=logs, events=events)
     generator = build_generator(config, plan, client, tokenizer, model_path)
     transport = build_transport(config)
     # A failed attempt at a reward is the failure of its group here, so it is not reported apart.

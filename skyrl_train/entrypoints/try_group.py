@@ -25,7 +25,7 @@ from rich.text import Text
 
 from skyrl_train.config.import_path import forget_files
 from skyrl_train.config.schema import RunConfig
-from skyrl_train.entrypoints.generation import started_generation, without_trainer
+from skyrl_train.entrypoints.generation import engine_logs, started_generation, without_trainer
 from skyrl_train.entrypoints.inputs import RunInputs, check_implementations, load_inputs, print_warnings
 from skyrl_train.entrypoints.settings import read_settings
 from skyrl_train.entrypoints.stop_signals import INTERRUPTED, StopSignals
@@ -104,9 +104,9 @@ def try_group(
     print_warnings(inputs, console, strict=False)
     calls = Calls()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, engine_logs(Path(folder), console) as logs:
             record, group, tokenizer = asyncio.run(
-                generate_group(inputs, Path(folder) / "model", console, calls, prompt, samples)
+                generate_group(inputs, Path(folder) / "model", logs, console, calls, prompt, samples)
             )
     except asyncio.CancelledError:
         raise SystemExit(INTERRUPTED) from None
@@ -149,12 +149,13 @@ def for_one_group(config: RunConfig, samples: int | None) -> RunConfig:
 
 
 async def generate_group(
-    inputs: RunInputs, folder: Path, console: Console, calls: Calls, prompt: int, samples: int | None
+    inputs: RunInputs, folder: Path, logs: Path, console: Console, calls: Calls, prompt: int, samples: int | None
 ) -> tuple[PromptRecord, RolloutGroup, PreTrainedTokenizerBase]:
     """Start an engine with the run's initial weights, generate the group of one prompt, and stop the engine.
 
     Args:
         folder: for the model, if the recipe builds one.
+        logs: folder for the output of the engine's process.
         calls: takes the calls of the samples.
         prompt: the prompt's place in the order of the run, from 0.
         samples: of the prompt; None: as the recipe says.
@@ -174,7 +175,7 @@ async def generate_group(
     changed = asyncio.Event()
     loader = build_loader(inputs.dataset, config.data, config.trainer.seed)
     console.print("Starting: model, engine.", highlight=False)
-    async with started_generation(config, inputs.plan, model_path, calls) as generation:
+    async with started_generation(config, inputs.plan, model_path, logs, calls) as generation:
         check_template(inputs.dataset, generation.tokenizer)
         try:
             await loader.source.start(changed.set)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from skyrl_train.build import engines
 from skyrl_train.entrypoints.command_line import main
 from skyrl_train.entrypoints.try_group import INTERRUPTED, Calls, places_of_user_code, problems, visible
 from skyrl_train.environments.base import Environment, EnvironmentStep, PromptRecord
+from skyrl_train.errors import EngineDeadError
 from skyrl_train.runtime.concurrency import gather_or_cancel
 from skyrl_train.types import RolloutGroup, RolloutSequence, Sample
 
@@ -237,3 +239,24 @@ def test_episodes_that_the_turn_limit_ends_are_said(tmp_path: Path, capsys: pyte
 def test_control_characters_do_not_reach_the_terminal() -> None:
     assert visible("a\n\tä") == "a\n\tä"
     assert visible("\x1b[2J\x07\u202e") == "\\x1b[2J\\x07\\u202e"
+
+
+def test_the_output_of_an_engine_is_shown_only_if_the_engine_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build, fails = engines.build_engine, False
+
+    def build_engine(config: Any, plan: Any, model_path: str, index: int, worker: Any, logs: Path, *others: Any) -> Any:
+        (log := logs / f"engine-{index}.log").write_text("much to say\n")
+        if fails:
+            raise EngineDeadError(f"It did not start. Its own messages are in {log}.")
+        return build(config, plan, model_path, index, worker, logs, *others)
+
+    monkeypatch.setattr(engines, "build_engine", build_engine)
+    assert main(["try", *TINY, "--samples", "2"]) == 0
+    assert "much to say" not in capsys.readouterr().out
+    fails = True
+    assert main(["try", *TINY]) == 1
+    told = capsys.readouterr()
+    assert "much to say" in told.out and "Its own messages are above." in told.err
