@@ -259,6 +259,8 @@ def _decode_speed(
         means = np.concatenate(per_segment)
         columns = np.stack([lengths, lengths * means, np.ones(len(lengths)), np.concatenate(at_once)], axis=1)
         a, b, c, way_s = _least_squares(columns[fitted], seconds[fitted])
+        if a + b == 0.0:  # times per request explain few and noisy segments best, but tokens take time
+            a, b, c, way_s = *_least_squares(columns[fitted][:, :2], seconds[fitted]), 0.0, 0.0
         if a + b == 0.0:
             raise ConfigError("The recorded requests took no time, so the engines' speed is unknown.")
     return a, b, c / (a + b * float(np.average(means[fitted], weights=lengths[fitted]))), way_s

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pandas
 import pytest
 from scripted import scripted_update
 
@@ -22,7 +23,7 @@ from skyrl_train.simulation.clock import VirtualTimeLoop, run_in_virtual_time
 from skyrl_train.simulation.engine import EngineSpeed, ModelledEngine
 from skyrl_train.simulation.faults import Faults
 from skyrl_train.simulation.lengths import Lengths, constant, log_normal
-from skyrl_train.simulation.measured import measure_run
+from skyrl_train.simulation.measured import _decode_speed, measure_run
 from skyrl_train.simulation.run import Outcome, Workload, simulate
 from skyrl_train.simulation.training import TrainingSpeed
 from skyrl_train.simulation.what_if import Scenario, Setup, coarsened, recommended
@@ -227,6 +228,17 @@ def test_a_run_that_cannot_be_measured_is_an_error_that_says_why(tmp_path: Path)
 
 
 # Modes, splits, S and D ------------------------------------------------------------------------------------------------
+
+
+def test_tokens_take_time_also_where_short_responses_took_the_longest() -> None:
+    # In turns, on one engine: 2, 4 and 6 tokens in 3, 2 and 1 seconds
+    rows = [(0.0, 3.0, 2), (10.0, 12.0, 4), (20.0, 21.0, 6)]
+    segments = pandas.DataFrame([dict(zip(("t0", "t1", "tokens"), row, strict=True)) for row in rows])
+    segments = segments.assign(engine=0, seam="")
+    a, b, _, _ = _decode_speed(segments, 4, 1.0, 0.0, 30.0)
+    assert a + b == pytest.approx(
+        (2 * 3 + 4 * 2 + 6 * 1) / (2**2 + 4**2 + 6**2)
+    )  # least squares of seconds over tokens
 
 
 def test_larger_tokens_change_no_time() -> None:
