@@ -6,7 +6,6 @@ observability/metrics.py ────> docs/reference/metrics.md
 events/kinds.py ─────────────> docs/reference/events.md
 entrypoints/command_line.py ─> docs/reference/command_line.md
 endpoint/server/ ────────────> docs/reference/http.md
-benchmarks/recorded/ ────────> docs/reference/recorded_benchmarks.md
 """
 
 from __future__ import annotations
@@ -396,23 +395,6 @@ def migration_reference() -> str:
     return "\n".join(lines)
 
 
-def recorded_benchmarks() -> str:
-    """Return the page of what ``benchmarks/record.py`` has kept, one section per benchmark."""
-    lines = [
-        "# Recorded benchmarks",
-        "",
-        "The last output of each benchmark that was run with `python benchmarks/record.py NAME [arguments]`, unchanged.",
-        "[Measurements](../benchmarks.md) explains the figures. *Load* is the number of processes that ran or waited for a core,",
-        "on average over a minute, before and after: ratios within one run say more than times where it exceeds the cores.",
-    ]
-    for path in sorted((Path(__file__).parents[1] / "benchmarks" / "recorded").glob("*.json")):
-        row = json.loads(path.read_text(encoding="utf-8"))
-        head = [row["date"], f"commit {row['commit']}", row["machine"], "load {} and {}".format(*row["load"])]
-        output = row["output"].rstrip()
-        lines += ["", f"## {path.stem}", "", f"`{row['command']}`", "", ", ".join(head) + ".", "", "```", output, "```"]
-    return "\n".join([*lines, ""])
-
-
 REFERENCES = {
     "migration.md": migration_reference,
     "settings.md": settings_reference,
@@ -420,7 +402,6 @@ REFERENCES = {
     "events.md": events_reference,
     "command_line.md": commands_reference,
     "http.md": http_reference,
-    "recorded_benchmarks.md": recorded_benchmarks,
 }
 
 if __name__ == "__main__":

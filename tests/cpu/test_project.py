@@ -450,6 +450,20 @@ def test_the_references_are_what_the_code_generates() -> None:
         assert reference() == written, f"docs/reference/{name} is old: run python docs/generate.py"
 
 
+def test_the_measurements_are_what_was_recorded() -> None:
+    measurements = runpy.run_path(str(ROOT / "docs" / "measurements.py"))
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert measurements["filled"](page) == page, "run python docs/measurements.py"
+    shown = re.findall(r"^<!-- recorded (\S+) -->$", page, re.MULTILINE)
+    assert sorted(shown) == sorted(path.stem for path in (ROOT / "benchmarks" / "recorded").glob("*.json"))
+    for quoting, quoted, source in (
+        ("README.md", r"\*\*([\d.]+) times\*\* as fast", "| median | | | | **{}** |"),
+        ("docs/compare.md", r"\[([\d.]+ to [\d.]+) times\]\(benchmarks", "**{} times**, in "),
+    ):
+        (figure,) = re.findall(quoted, (ROOT / quoting).read_text())
+        assert source.format(figure) in page, f"{quoting} quotes an old measurement"
+
+
 def test_every_setting_says_what_it_means() -> None:
     lines = (ROOT / "docs" / "reference" / "settings.md").read_text().splitlines()
     settings = [line.split(" | ") for line in lines if line.startswith("| `")]
