@@ -102,7 +102,8 @@ def step_of_trl(axes: Axes) -> str:
     of_trl, of_sync = (1 / numbers(reached, column)[0] for column in (4, 5))
     return (
         f"**{share['fully_async']}** of it asynchronous, {share['sync']} synchronous ([table](#against-trl)). A lag of one step "
-        f"costs more steps, so [the time to a reward](#time-to-a-reward) of 0.9 is {of_trl:.2f} of TRL's and {of_sync:.2f} of `sync`'s."
+        f"costs more steps, so [the time to a reward](#time-to-a-reward) of 0.9 is {of_trl:.2f} of TRL's and {of_sync:.2f} of "
+        "`sync`'s."
     )
 
 
