@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -201,5 +202,6 @@ def filled(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    matplotlib.rcParams["svg.hashsalt"] = "measurements"  # the same records give the same files
     for draw in FIGURES:
         figure(draw)[0].savefig(IMAGES / f"figure_{draw.__name__}.svg", metadata={"Date": None})
