@@ -189,9 +189,8 @@ def cluster(config: RunConfig) -> Iterator[Finding]:
                     f"{name}: {first_line(error)}",
                     f"pip install '{DISTRIBUTION}=={version_of(DISTRIBUTION)}' there",
                 )
-        sharded = (
-            config.trainer.strategy is TrainingStrategy.fsdp2
-        )  # also with ckpt_path, to which one node sends the files
+        # Also with ckpt_path: one node sends the files there.
+        sharded = config.trainer.strategy is TrainingStrategy.fsdp2
         yield from compared(reports, str(runs), model, must_share=sharded)
         if len(reports) < len(nodes) or len(nodes) == 1:
             return

@@ -480,9 +480,8 @@ def slow_weight_sync(run: LastSteps) -> tuple[str, str] | None:
     """Training and generation wait while weights travel, unless the weight sync overlaps with the next step."""
     waits, evaluates = run.share_of_time("wait_for_weight_sync"), run.share_of_time("wait_for_evaluation")
     share = run.share_of_time("gather", *(("transfer", "pause") if math.isnan(waits) else ("wait_for_weight_sync",)))
-    if (
-        waits > 0 and evaluates > 0
-    ):  # training waits for the evaluation on the engines first, after which the sync begins
+    # Training waits for the evaluation on the engines first: the sync begins when it has ended.
+    if waits > 0 and evaluates > 0:
         share -= min(waits, evaluates)
     if not share > SYNC_SHARE:
         return None

@@ -73,9 +73,8 @@ class WeightLoader:
         self._received = None
         try:
             if self._tensors is None:  # takes seconds for a large model; the first update pays for it, before the pause
-                with set_current_vllm_config(
-                    self._vllm_config
-                ):  # vLLM may serve transformers' own classes, and has changed them
+                # vLLM may serve transformers' own classes, and has changed them.
+                with set_current_vllm_config(self._vllm_config):
                     self._tensors = ModelTensors.of_model(str(config.model), bool(config.trust_remote_code))
             check_update(update, self._tensors, dtype=str(config.dtype).removeprefix("torch."))
             if update.transport in (GLOO, NCCL):  # begin() has begun it
